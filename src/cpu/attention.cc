@@ -1,0 +1,172 @@
+#include "cpu/attention.h"
+
+#include <algorithm>
+#include <memory>
+#include <thread>
+
+#include "cpu/kernels.h"
+
+namespace flashattn::cpu {
+namespace {
+
+const InstructionSet& choose_instruction_set() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return kAvx512;
+  }
+  if (avx2) return kAvx2;
+#endif
+  return kGeneric;
+}
+
+const InstructionSet& chosen() {
+  static const InstructionSet& instruction_set = choose_instruction_set();
+  return instruction_set;
+}
+
+const Kernels& kernels_for(const Problem& problem) {
+  return problem.dtype == DType::kF64 ? chosen().float64 : chosen().float32;
+}
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Enough tasks that threads of unequal speed finish together.
+int64_t wanted_tasks() {
+  return 4 * static_cast<int64_t>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+// How many of `units` a task takes, at most `limit`, so that there are enough tasks: those of `others`
+// sequences and heads times what the units give.
+int units_per_task(int64_t units, int64_t others, int64_t limit) {
+  const int64_t per_task = divide_up(units * others, wanted_tasks());
+  return static_cast<int>(std::clamp<int64_t>(per_task, 1, limit));
+}
+
+bool is_empty(const Problem& problem) {
+  return problem.batch <= 0 || problem.q_heads <= 0 || problem.kv_heads <= 0;
+}
+
+// Wide heads leave less of the cache to each block.
+int largest_task(const Problem& problem, int limit) {
+  constexpr int kNumbersPerUnit = 1024;
+  const int wide = std::max(1, problem.head_dim + problem.value_dim);
+  return std::clamp(kNumbersPerUnit / wide, 1, limit);
+}
+
+KeyValues contiguous(const PrefillParams& params) {
+  return {params.k, params.v, params.problem.dtype, {}, 0, 0, {}, {}};
+}
+
+void run_forward(ForwardCall& call, const ParallelFor& parallel_for) {
+  const Problem& problem = call.params.problem;
+  if (is_empty(problem)) return;
+  const Kernels& kernels = kernels_for(problem);
+  const int64_t sequences = int64_t{problem.batch} * problem.kv_heads;
+  const int64_t blocks = divide_up(int64_t{problem.q_len} * problem.group(), kernels.block_rows);
+  call.blocks_per_task =
+      units_per_task(blocks, sequences * call.splits, largest_task(problem, kMaxBlocks));
+  call.row_tasks = divide_up(blocks, call.blocks_per_task);
+  parallel_for(call.tasks(), [&](int64_t task) { kernels.forward(call, task); });
+}
+
+// Keys of a chunk in a batch-invariant call: a constant, so that the cuts depend on nothing else.
+constexpr int kInvariantChunk = 10 * kTileKeys;
+
+int longest_sequence(const DecodeParams& params) {
+  int longest = 0;
+  for (int b = 0; b < params.problem.batch; ++b) longest = std::max(longest, params.length(b));
+  return longest;
+}
+
+// Cuts the keys where there are fewer sequences and heads than threads, not below a few tiles each.
+int choose_splits(const DecodeParams& params) {
+  constexpr int kFewestTiles = 4;
+  const Problem& problem = params.problem;
+  const int64_t sequences = int64_t{problem.batch} * problem.kv_heads;
+  const int64_t most = longest_sequence(params) / (kFewestTiles * kTileKeys);
+  return static_cast<int>(
+      std::clamp<int64_t>(wanted_tasks() / std::max<int64_t>(1, sequences), 1, std::max<int64_t>(1, most)));
+}
+
+void set_splits(const DecodeParams& params, ForwardCall& call) {
+  if (params.batch_invariant) {
+    call.keys_per_split = kInvariantChunk;
+    const int64_t chunks = divide_up(longest_sequence(params), kInvariantChunk);
+    call.splits = static_cast<int>(std::max<int64_t>(1, chunks));
+  } else {
+    call.splits = params.num_splits > 0 ? params.num_splits : choose_splits(params);
+  }
+}
+
+}  // namespace
+
+const char* instruction_set() { return chosen().name; }
+
+void prefill(const PrefillParams& params, const ParallelFor& parallel_for) {
+  ForwardCall call;
+  call.params = params;
+  call.key_values = contiguous(params);
+  run_forward(call, parallel_for);
+}
+
+void decode(const DecodeParams& params, const ParallelFor& parallel_for) {
+  const Problem& problem = params.problem;
+  if (is_empty(problem)) return;
+  ForwardCall call;
+  call.params.problem = problem;
+  call.params.scores = params.scores;
+  call.params.features.sinks = params.sinks;
+  call.params.key_lengths = params.seq_lens;
+  call.params.q = params.q;
+  call.params.o = params.o;
+  call.params.lse = params.lse;
+  call.key_values = {params.k,         params.v,        params.cache_dtype, params.page_table,
+                     params.page_size, params.num_pages, params.key_scale,   params.value_scale};
+  set_splits(params, call);
+  if (call.splits == 1) return run_forward(call, parallel_for);
+
+  const int64_t rows = int64_t{problem.batch} * problem.q_len * problem.q_heads;
+  const int64_t numbers = rows * call.splits * (problem.value_dim + 2);
+  const auto partials = std::make_unique<char[]>(
+      numbers * (problem.dtype == DType::kF64 ? sizeof(double) : sizeof(float)));
+  call.partials = partials.get();
+  run_forward(call, parallel_for);
+  parallel_for(int64_t{problem.batch} * problem.kv_heads,
+               [&](int64_t task) { kernels_for(problem).combine(call, task); });
+}
+
+void backward(const BackwardParams& params, const ParallelFor& parallel_for) {
+  const Problem& problem = params.forward.problem;
+  if (is_empty(problem)) return;
+  const Kernels& kernels = kernels_for(problem);
+  BackwardCall call;
+  call.params = params;
+  call.key_values = contiguous(params.forward);
+
+  const int64_t sequences = int64_t{problem.batch} * problem.kv_heads;
+  const int64_t blocks = divide_up(int64_t{problem.q_len} * problem.group(), kernels.block_rows);
+  const int64_t tiles = divide_up(problem.kv_len, kTileKeys);
+  call.blocks_per_task = units_per_task(blocks, sequences, largest_task(problem, kMaxBlocks));
+  call.tiles_per_task = units_per_task(tiles, sequences, largest_task(problem, kMaxTiles));
+  call.row_tasks = divide_up(blocks, call.blocks_per_task);
+  call.key_tasks = divide_up(tiles, call.tiles_per_task);
+
+  // One loop over both kinds of task, so that no thread waits between them.
+  const int64_t key_tasks = call.key_tasks * sequences;
+  parallel_for(key_tasks + call.row_tasks * sequences, [&](int64_t task) {
+    if (task < key_tasks) {
+      kernels.key_value_gradients(call, task);
+    } else {
+      kernels.query_gradient(call, task - key_tasks);
+    }
+  });
+  if (params.dsinks) {
+    parallel_for(int64_t{problem.batch} * problem.q_heads,
+                 [&](int64_t task) { kernels.sink_gradient(call, task); });
+  }
+}
+
+}  // namespace flashattn::cpu

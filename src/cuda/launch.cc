@@ -1,0 +1,134 @@
+#include "launch.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
+#include "backward_plan.h"
+#include "instances.h"
+#include "tiles_sm90.h"
+
+namespace flashattn {
+namespace {
+
+template <int... Dims>
+std::string to_text(std::integer_sequence<int, Dims...>) {
+  std::string text;
+  ((text += (text.empty() ? "" : ", ") + std::to_string(Dims)), ...);
+  return text;
+}
+
+template <int... Dims>
+constexpr int largest(std::integer_sequence<int, Dims...>) {
+  return std::max({Dims...});
+}
+
+// Calls f(std::integral_constant<int, D>) with the smallest D of the list that is at least `wanted`.
+template <int... Dims, class F>
+Status with_head_dim(std::integer_sequence<int, Dims...> dims, int wanted, F&& f) {
+  Status status{"head dim " + std::to_string(wanted) + " is above every compiled one (" +
+                to_text(dims) + ")"};
+  bool found = false;
+  auto attempt = [&](auto dim) {
+    if (!found && wanted <= dim()) {
+      found = true;
+      status = f(dim);
+    }
+  };
+  (attempt(std::integral_constant<int, Dims>{}), ...);
+  return status;
+}
+
+// Calls f(T{}) with the element type of `dtype`.
+template <class F>
+Status with_dtype(DType dtype, F&& f) {
+  if (dtype == DType::kF16) return f(__half{});
+  if (dtype == DType::kBF16) return f(__nv_bfloat16{});
+  return {std::string("no CUDA kernel for ") + name(dtype) + "; float16 and bfloat16 have one"};
+}
+
+template <class Dims, class F>
+Status with_kernel(const Problem& problem, Dims dims, F&& f) {
+  return with_dtype(problem.dtype, [&](auto element) {
+    return with_head_dim(dims, std::max(problem.head_dim, problem.value_dim),
+                         [&](auto dim) { return f(element, dim); });
+  });
+}
+
+// What no kernel does, or empty.
+std::string unsupported(const Problem& problem, const Device& device) {
+  if (device.major < 8) return "the GPU is older than compute capability 8.0";
+  if (problem.dtype != DType::kF16 && problem.dtype != DType::kBF16) {
+    return std::string("no CUDA kernel takes ") + name(problem.dtype);
+  }
+  if (std::max(problem.head_dim, problem.value_dim) > largest(HeadDims{})) {
+    return "the head dim is above every compiled one (" + to_text(HeadDims{}) + ")";
+  }
+  if (problem.head_dim % 8 != 0 || problem.value_dim % 8 != 0) {
+    return "the head dims are not multiples of 8";
+  }
+  return "";
+}
+
+template <class Params>
+Choice choose(const Params& params, const Problem& problem, const Device& device,
+              bool (*sm90_supports)(const Params&, const char**)) {
+  if (std::string problem_text = unsupported(problem, device); !problem_text.empty()) {
+    return {Choice::kNone, problem_text};
+  }
+  const char* reason = "";
+  if (device.major != 9) return {Choice::kSm80, ""};
+  if (sm90_supports(params, &reason)) return {Choice::kSm90, ""};
+  return {Choice::kSm80, reason};
+}
+
+}  // namespace
+
+Choice choose_prefill(const PrefillParams& params, const Device& device) {
+  return choose(params, params.problem, device, prefill_sm90_supports);
+}
+
+Choice choose_backward(const BackwardParams& params, const Device& device) {
+  return choose(params, params.forward.problem, device, backward_sm90_supports);
+}
+
+Choice choose_decode(const DecodeParams& params, const Device& device) {
+  std::string problem = unsupported(params.problem, device);
+  return problem.empty() ? Choice{Choice::kSm80, ""} : Choice{Choice::kNone, problem};
+}
+
+Status launch_prefill(const PrefillParams& params, const Device& device, cudaStream_t stream) {
+  const Choice choice = choose_prefill(params, device);
+  if (choice.path == Choice::kNone) return {choice.reason};
+  return with_kernel(params.problem, HeadDims{}, [&](auto element, auto dim) {
+    using T = decltype(element);
+    return choice.path == Choice::kSm90 ? launch_prefill_sm90<T, dim()>(params, device, stream)
+                                        : launch_prefill_sm80<T, dim()>(params, device, stream);
+  });
+}
+
+Status launch_backward(const BackwardParams& params, const Device& device, cudaStream_t stream) {
+  const Choice choice = choose_backward(params, device);
+  if (choice.path == Choice::kNone) return {choice.reason};
+  if (choice.path == Choice::kSm90) {
+    return with_kernel(params.forward.problem, BackwardSm90HeadDims{}, [&](auto element, auto dim) {
+      return launch_backward_sm90<decltype(element), dim()>(params, device, stream);
+    });
+  }
+  return with_kernel(params.forward.problem, HeadDims{}, [&](auto element, auto dim) {
+    return launch_backward_sm80<decltype(element), dim()>(params, device, stream);
+  });
+}
+
+Status launch_decode(const DecodeParams& params, const Device& device, cudaStream_t stream) {
+  const Choice choice = choose_decode(params, device);
+  if (choice.path == Choice::kNone) return {choice.reason};
+  return with_kernel(params.problem, HeadDims{}, [&](auto element, auto dim) {
+    return launch_decode<decltype(element), dim()>(params, device, stream);
+  });
+}
+
+}  // namespace flashattn
