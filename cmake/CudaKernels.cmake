@@ -11,6 +11,7 @@ add_custom_command(
   DEPENDS src/cuda/generate_wgmma.py VERBATIM)
 add_custom_target(wgmma_header DEPENDS "${wgmma_header}")
 
+list(JOIN DTYPES ", " dtypes)
 list(JOIN HEAD_DIMS ", " head_dims)
 list(JOIN BACKWARD_SM90_HEAD_DIMS ", " backward_sm90_head_dims)
 configure_file(cmake/instances.h.in "${generated}/instances.h")
@@ -44,7 +45,8 @@ cuda_kernel(backward_sm80 PARAMS BackwardParams ARCHITECTURES ${GENERIC_ARCHITEC
 cuda_kernel(backward_sm90 PARAMS BackwardParams ARCHITECTURES ${HOPPER_ARCHITECTURES} HEAD_DIMS ${BACKWARD_SM90_HEAD_DIMS})
 cuda_kernel(decode PARAMS DecodeParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${HEAD_DIMS})
 
-extension_module(_cuda src/cuda/module.cc src/cuda/launch.cc src/cuda/device.cc ${kernel_objects})
+extension_module(_cuda src/cuda/module.cc src/cuda/launch.cc src/cuda/explain.cc
+                 src/cuda/device.cc ${kernel_objects})
 target_include_directories(_cuda PRIVATE "${generated}")
 target_include_directories(_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>)

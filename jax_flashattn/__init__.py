@@ -2,6 +2,7 @@
 
 from jax_flashattn._cache import KVCache, rotate
 from jax_flashattn._decode import decode
+from jax_flashattn._explain import Explanation, explain
 from jax_flashattn._ffi import CUSTOM_CALLS
 from jax_flashattn._merge import merge
 from jax_flashattn._nn import dot_product_attention
@@ -9,4 +10,4 @@ from jax_flashattn._prefill import prefill
 
 __version__ = "0.1.0"
 
-__all__ = ["CUSTOM_CALLS", "KVCache", "decode", "dot_product_attention", "merge", "prefill", "rotate"]
+__all__ = ["CUSTOM_CALLS", "Explanation", "KVCache", "decode", "dot_product_attention", "explain", "merge", "prefill", "rotate"]

@@ -227,17 +227,24 @@ class Operation:
         return list(jax.shard_map(lambda *xs: tuple(local(*xs)), in_specs=specs, out_specs=outs)(*arrays))
 
 
+def _varying(x) -> frozenset:
+    """The mesh axes of shard_map along which x differs between devices."""
+    kind = jax.typeof(x)
+    if hasattr(kind, "manual_axis_type"):  # the name since jax 0.10
+        return kind.manual_axis_type.varying
+    return kind.vma
+
+
 def _vary_alike(arrays):
     """Inside shard_map, operands that are the same on every device join those that are not."""
-    varying = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
+    varying = [_varying(x) for x in arrays]
     everywhere = frozenset().union(*varying)
+    cast = getattr(jax.lax, "pcast", None)
 
     def vary(x, axes):
         if not axes:
             return x
-        if hasattr(jax.lax, "pcast"):
-            return jax.lax.pcast(x, axes, to="varying")
-        return jax.lax.pvary(x, axes)
+        return cast(x, axes, to="varying") if cast else jax.lax.pvary(x, axes)
 
     return tuple(vary(x, tuple(everywhere - v)) for x, v in zip(arrays, varying, strict=True))
 

@@ -60,6 +60,11 @@ KeyValues contiguous(const PrefillParams& params) {
   return {params.k, params.v, params.problem.dtype, {}, 0, 0, {}, {}};
 }
 
+std::unique_ptr<char[]> make_buffer(const Problem& problem, int64_t numbers) {
+  const int64_t width = problem.dtype == DType::kF64 ? sizeof(double) : sizeof(float);
+  return std::unique_ptr<char[]>(new char[numbers * width]);
+}
+
 void run_forward(ForwardCall& call, const ParallelFor& parallel_for) {
   const Problem& problem = call.params.problem;
   if (is_empty(problem)) return;
@@ -130,8 +135,7 @@ void decode(const DecodeParams& params, const ParallelFor& parallel_for) {
 
   const int64_t rows = int64_t{problem.batch} * problem.q_len * problem.q_heads;
   const int64_t numbers = rows * call.splits * (problem.value_dim + 2);
-  const auto partials = std::make_unique<char[]>(
-      numbers * (problem.dtype == DType::kF64 ? sizeof(double) : sizeof(float)));
+  const std::unique_ptr<char[]> partials = make_buffer(problem, numbers);
   call.partials = partials.get();
   run_forward(call, parallel_for);
   parallel_for(int64_t{problem.batch} * problem.kv_heads,
@@ -149,10 +153,15 @@ void backward(const BackwardParams& params, const ParallelFor& parallel_for) {
   const int64_t sequences = int64_t{problem.batch} * problem.kv_heads;
   const int64_t blocks = divide_up(int64_t{problem.q_len} * problem.group(), kernels.block_rows);
   const int64_t tiles = divide_up(problem.kv_len, kTileKeys);
-  call.blocks_per_task = units_per_task(blocks, sequences, largest_task(problem, kMaxBlocks));
+  call.blocks_per_task = units_per_task(blocks, sequences, largest_task(problem, kMaxBlocks / 2));
   call.tiles_per_task = units_per_task(tiles, sequences, largest_task(problem, kMaxTiles));
   call.row_tasks = divide_up(blocks, call.blocks_per_task);
   call.key_tasks = divide_up(tiles, call.tiles_per_task);
+
+  const int64_t rows = int64_t{problem.batch} * problem.q_len * problem.q_heads;
+  const std::unique_ptr<char[]> delta = make_buffer(problem, rows);
+  call.delta = delta.get();
+  parallel_for(blocks * sequences, [&](int64_t task) { kernels.delta(call, task); });
 
   // One loop over both kinds of task, so that no thread waits between them.
   const int64_t key_tasks = call.key_tasks * sequences;

@@ -18,6 +18,18 @@
 
 namespace flashattn::cpu {
 
+template <class V>
+typename V::Real read_row_number(const Rows& from, int b, int position, int head) {
+  return static_cast<const typename V::Real*>(from.data)[from.offset(b, position, head)];
+}
+
+template <class V>
+typename V::Real& delta_of_row(const BackwardCall& call, int b, int position, int head) {
+  const Problem& problem = call.params.forward.problem;
+  const int64_t row = (int64_t{b} * problem.q_heads + head) * problem.q_len + position;
+  return static_cast<typename V::Real*>(call.delta)[row];
+}
+
 // Query rows with what the gradients need of them.
 template <class V>
 struct GradientBlock {
@@ -64,32 +76,11 @@ constexpr int64_t gradient_tile_size() {
   return 3 * Scratch<V>::rounded(kTileKeys * V::kBlock);
 }
 
-template <class V>
-typename V::Real read_row_number(const Rows& from, int b, int position, int head) {
-  return static_cast<const typename V::Real*>(from.data)[from.offset(b, position, head)];
-}
-
-// rowsum(dO * O) - dlse. output: room for value_dim numbers.
-template <class V>
-typename V::Real compute_delta(const BackwardParams& params, int b, int position, int head,
-                               const typename V::Real* dout, typename V::Real* output) {
-  const PrefillParams& forward = params.forward;
-  const int dim = forward.problem.value_dim;
-  Convert<V>::load_row(output, forward.o.data, forward.problem.dtype,
-                       forward.o.offset(b, position, head), dim);
-  typename V::Vec sums = {};
-  int d = 0;
-  for (; d + V::kLanes <= dim; d += V::kLanes) sums += V::load(dout + d) * V::load(output + d);
-  typename V::Real delta = 0;
-  for (; d < dim; ++d) delta += dout[d] * output[d];
-  for (int lane = 0; lane < V::kLanes; ++lane) delta += sums[lane];
-  return delta - read_row_number<V>(params.dlse, b, position, head);
-}
-
 // A row that sees no key gets the lse that makes every weight 0.
 template <class V>
-void load_gradient_block(const BackwardParams& params, int b, int kv_head, int64_t first_row,
-                         int rows, GradientBlock<V>& block) {
+void load_gradient_block(const BackwardCall& call, int b, int kv_head, int64_t first_row, int rows,
+                         GradientBlock<V>& block) {
+  const BackwardParams& params = call.params;
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
   const int q_stride = tile_stride<V>(problem.head_dim);
@@ -110,8 +101,7 @@ void load_gradient_block(const BackwardParams& params, int b, int kv_head, int64
     const typename V::Real lse = read_row_number<V>(forward.lse, b, position, head);
     if (lse == -V::kInfinity) continue;
     block.lse[lane] = lse;
-    block.delta[lane] = compute_delta<V>(params, b, position, head, block.dout + lane * v_stride,
-                                         block.dout_columns);
+    block.delta[lane] = delta_of_row<V>(call, b, position, head);
   }
   transpose<V>(block.q, q_stride, width, problem.head_dim, block.q_columns);
   transpose<V>(block.dout, v_stride, width, problem.value_dim, block.dout_columns);
@@ -126,11 +116,12 @@ void weigh_gradients(const GradientBlock<V>& block, int keys, typename V::Real* 
   const int width = block.rows.width;
   for (int x = 0; x < width; x += V::kLanes) {
     const Vec lse = V::load(block.lse + x), delta = V::load(block.delta + x);
+    const auto blind = lse == V::kInfinity;
     for (int j = 0; j < keys; ++j) {
       const Vec score = V::load(scores + j * width + x);
       const Vec p = V::exp(score - lse);
       const Vec ds = p * (V::load(dp + j * width + x) - delta);
-      const auto hidden = score == -V::kInfinity;
+      const auto hidden = (score == -V::kInfinity) | blind;
       V::store(scores + j * width + x, hidden ? Vec{} : p);
       V::store(dp + j * width + x, hidden ? Vec{} : ds);
     }
@@ -172,6 +163,43 @@ void compute_gradient_tile(const BackwardParams& params, int b, const KeyTile<V>
     // A hidden position stays 0 where its slope is NaN.
     const typename V::Vec ds = V::load(to.ds + i);
     V::store(to.ds + i, ds == 0 ? typename V::Vec{} : ds * V::load(to.softcap_slopes + i));
+  }
+}
+
+// delta of the rows of one row block. The sum goes over the value dim in the order in which the product
+// of dO and V does: where one key has all the weight and O is its V, dP - delta is exactly 0.
+template <class V>
+void delta(const BackwardCall& call, int64_t task) {
+  using Real = typename V::Real;
+  const PrefillParams& forward = call.params.forward;
+  const Problem& problem = forward.problem;
+  const int kv_head = static_cast<int>(task % problem.kv_heads);
+  task /= problem.kv_heads;
+  const int b = static_cast<int>(task % problem.batch);
+  const int64_t first_row = task / problem.batch * V::kBlock;
+  const int64_t rows = int64_t{problem.q_len} * problem.group();
+  const int dim = problem.value_dim, stride = tile_stride<V>(dim);
+  const RowBlock<V> block =
+      make_row_block<V>(forward, b, kv_head, first_row, min_int(rows - first_row, V::kBlock));
+
+  const int64_t size = Scratch<V>::rounded(int64_t{stride} * V::kBlock);
+  Scratch<V> scratch(3 * size);
+  Real *buffer = scratch.take(size), *output = scratch.take(size), *dout = scratch.take(size);
+  load_rows<V>(forward.o, problem.dtype, b, block, dim, 1.0, buffer, stride);
+  transpose<V>(buffer, stride, block.width, dim, output);
+  load_rows<V>(call.params.dout, problem.dtype, b, block, dim, 1.0, buffer, stride);
+  transpose<V>(buffer, stride, block.width, dim, dout);
+  for (int x = 0; x < block.width; x += V::kLanes) {
+    typename V::Vec sum = {};
+    for (int d = 0; d < dim; ++d) {
+      sum += V::load(output + d * block.width + x) * V::load(dout + d * block.width + x);
+    }
+    V::store(buffer + x, sum);
+  }
+  for (int lane = 0; lane < block.rows; ++lane) {
+    const int position = block.position[lane], head = block.head[lane];
+    delta_of_row<V>(call, b, position, head) =
+        buffer[lane] - read_row_number<V>(call.params.dlse, b, position, head);
   }
 }
 
@@ -226,7 +254,7 @@ void query_gradient(const BackwardCall& call, int64_t task) {
   for (int i = 0; i < blocks; ++i) {
     const int64_t first_row = (row_task * call.blocks_per_task + i) * V::kBlock;
     block[i] = make_gradient_block<V>(problem, scratch);
-    load_gradient_block<V>(params, b, kv_head, first_row, min_int(rows - first_row, V::kBlock),
+    load_gradient_block<V>(call, b, kv_head, first_row, min_int(rows - first_row, V::kBlock),
                            block[i]);
     if (params.dbias) clear_bias_gradient<V>(params, b, block[i].rows);
     dq[i] = scratch.take_zeros(dq_size);
@@ -331,7 +359,7 @@ void key_value_gradients(const BackwardCall& call, int64_t task) {
       forward.scores, {first_key, min_int(last_key, kv_len)}, q_len, kv_len);
   const int64_t last_row = first_key < kv_len ? int64_t{positions.end} * problem.group() : 0;
   for (int64_t row = int64_t{positions.begin} * problem.group(); row < last_row; row += V::kBlock) {
-    load_gradient_block<V>(params, b, kv_head, row, min_int(last_row - row, V::kBlock), block);
+    load_gradient_block<V>(call, b, kv_head, row, min_int(last_row - row, V::kBlock), block);
     for (int i = 0; i < tiles; ++i) {
       const KeyTile<V>& tile = keys[i].tile;
       if (is_hidden<V>(forward.features, b, block.rows, tile.begin, tile.end)) continue;
@@ -349,25 +377,18 @@ void key_value_gradients(const BackwardCall& call, int64_t task) {
 // A sink takes weight exp(sink - lse) away from the keys of every row.
 template <class V>
 void sink_gradient(const BackwardCall& call, int64_t task) {
-  const BackwardParams& params = call.params;
-  const PrefillParams& forward = params.forward;
-  const Problem& problem = forward.problem;
-  const int b = static_cast<int>(task / problem.q_heads);
-  const int head = static_cast<int>(task % problem.q_heads);
+  const PrefillParams& forward = call.params.forward;
+  const int b = static_cast<int>(task / forward.problem.q_heads);
+  const int head = static_cast<int>(task % forward.problem.q_heads);
   const auto sink = static_cast<typename V::Real>(forward.features.sinks.row(b)[head]);
-  Scratch<V> scratch(2 * Scratch<V>::rounded(problem.value_dim));
-  typename V::Real* dout = scratch.take(problem.value_dim);
-  typename V::Real* output = scratch.take(problem.value_dim);
   double sum = 0;
   for (int position = 0; position < forward.q_length(b); ++position) {
     const typename V::Real lse = read_row_number<V>(forward.lse, b, position, head);
     if (lse == -V::kInfinity) continue;
-    Convert<V>::load_row(dout, params.dout.data, problem.dtype,
-                         params.dout.offset(b, position, head), problem.value_dim);
-    sum -= std::exp(static_cast<double>(sink - lse)) *
-           compute_delta<V>(params, b, position, head, dout, output);
+    const double weight = std::exp(static_cast<double>(sink - lse));
+    sum -= weight * delta_of_row<V>(call, b, position, head);
   }
-  params.dsinks[int64_t{b} * problem.q_heads + head] = static_cast<float>(sum);
+  call.params.dsinks[task] = static_cast<float>(sum);
 }
 
 }  // namespace flashattn::cpu

@@ -16,20 +16,22 @@ template <class V>
 struct Convert {
   using Real = typename V::Real;
 
-  // Sixteen or eight bits: a sign, ExponentBits and MantissaBits with the usual bias. FirstSpecial is
-  // the smallest magnitude that is no number.
+  // Sixteen or eight bits: a sign, ExponentBits with the usual bias and MantissaBits. Magnitudes from
+  // FirstSpecial on are no numbers: infinity and NaNs, or the one NaN of formats without infinity.
   template <int ExponentBits, int MantissaBits, uint32_t FirstSpecial>
   static float from_small_float(uint32_t bits) {
     constexpr int kShift = 23 - MantissaBits;
     constexpr uint32_t kBias = (1u << (ExponentBits - 1)) - 1;
+    constexpr uint32_t kLargestExponent = (1u << ExponentBits) - 1;
+    constexpr bool kHasInfinity = FirstSpecial == kLargestExponent << MantissaBits;
     const uint32_t magnitude = bits & ((1u << (ExponentBits + MantissaBits)) - 1);
     const uint32_t sign = (bits >> (ExponentBits + MantissaBits)) << 31;
     const uint32_t normal = (magnitude << kShift) + ((127 - kBias) << 23);
     // A subnormal is the distance of a normal number with the same mantissa from its power of two.
-    constexpr uint32_t kPower = (128 - kBias) << 23;
-    const uint32_t subnormal = bits_of(float_of(kPower + (magnitude << kShift)) - float_of(kPower));
-    const uint32_t special = 0x7f800000u + ((magnitude << kShift) - (FirstSpecial << kShift)) +
-                             (FirstSpecial & ((1u << MantissaBits) - 1) ? 0x400000u : 0u);
+    const float power = float_of((128 - kBias) << 23);
+    const uint32_t subnormal = bits_of(float_of(normal + (1u << 23)) - power);
+    const uint32_t special =
+        kHasInfinity ? normal + ((255 - kLargestExponent - (127 - kBias)) << 23) : 0x7fc00000u;
     const uint32_t finite = magnitude < (1u << MantissaBits) ? subnormal : normal;
     return float_of(sign | (magnitude >= FirstSpecial ? special : finite));
   }

@@ -11,7 +11,7 @@ namespace flashattn::cpu {
 
 template <class V>
 constexpr Kernels make_kernels() {
-  return {V::kBlock,         forward<V>,       combine<V>, query_gradient<V>, key_value_gradients<V>,
+  return {V::kBlock,         forward<V>,       combine<V>, delta<V>, query_gradient<V>, key_value_gradients<V>,
           sink_gradient<V>};
 }
 

@@ -14,7 +14,7 @@ namespace flashattn::cpu {
 // Keys of a tile, the unit of the online softmax. A multiple of every register block.
 constexpr int kTileKeys = 96;
 // Row blocks that a task may take through the tiles together, so that loading a tile is shared.
-constexpr int kMaxBlocks = 4;
+constexpr int kMaxBlocks = 8;
 // Tiles whose gradients a task may hold.
 constexpr int kMaxTiles = 4;
 
@@ -52,6 +52,7 @@ struct BackwardCall {
   int blocks_per_task = 1;  // of the gradient of the query
   int tiles_per_task = 1;   // of the gradients of key and value
   int64_t row_tasks = 0, key_tasks = 0;
+  void* delta = nullptr;  // (B, N, T), filled by the kernel of that name
 };
 
 // The kernels of one instruction set and one type to compute in.
@@ -59,6 +60,7 @@ struct Kernels {
   int block_rows;
   void (*forward)(const ForwardCall&, int64_t task);
   void (*combine)(const ForwardCall&, int64_t task);      // task: (batch, kv head)
+  void (*delta)(const BackwardCall&, int64_t task);
   void (*query_gradient)(const BackwardCall&, int64_t task);
   void (*key_value_gradients)(const BackwardCall&, int64_t task);
   void (*sink_gradient)(const BackwardCall&, int64_t task);  // task: (batch, query head)

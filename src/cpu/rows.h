@@ -99,18 +99,25 @@ RowBlock<V> make_row_block(const PrefillParams& params, int b, int kv_head, int6
   return block;
 }
 
-// x - x is 0 for a number and NaN for an infinity or NaN.
+// Compares magnitudes as integers, which order like the numbers, with infinity on top and NaN above.
 template <class V>
 bool rows_finite(const typename V::Real* p, int stride, int rows, int dim) {
-  typename V::Vec sum = {};
-  typename V::Real total = 0;
+  using IntVec = typename V::IntVec;
+  constexpr typename V::Int kMagnitude = ~(typename V::Int{1} << (8 * sizeof(typename V::Int) - 1));
+  constexpr auto kInfinity = (2 * V::Exp::kBias + 1) << V::Exp::kMantissaBits;
+  IntVec largest = {};
+  typename V::Real rest = 0;
   for (int row = 0; row < rows; ++row, p += stride) {
     int d = 0;
-    for (; d + V::kLanes <= dim; d += V::kLanes) sum += V::load(p + d) - V::load(p + d);
-    for (; d < dim; ++d) total += p[d] - p[d];
+    for (; d + V::kLanes <= dim; d += V::kLanes) {
+      const IntVec magnitude = (IntVec)V::load(p + d) & kMagnitude;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    for (; d < dim; ++d) rest += p[d] - p[d];  // NaN but for numbers
   }
-  for (int lane = 0; lane < V::kLanes; ++lane) total += sum[lane];
-  return total == 0;
+  bool finite = rest == 0;
+  for (int lane = 0; lane < V::kLanes; ++lane) finite &= largest[lane] < kInfinity;
+  return finite;
 }
 
 // Rows of an operand, one after the other and `stride` apart, times a factor. Rows that see no key

@@ -1,8 +1,5 @@
 #include "launch.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -42,17 +39,23 @@ Status with_head_dim(std::integer_sequence<int, Dims...> dims, int wanted, F&& f
   return status;
 }
 
-// Calls f(T{}) with the element type of `dtype`.
-template <class F>
-Status with_dtype(DType dtype, F&& f) {
-  if (dtype == DType::kF16) return f(__half{});
-  if (dtype == DType::kBF16) return f(__nv_bfloat16{});
-  return {std::string("no CUDA kernel for ") + name(dtype) + "; float16 and bfloat16 have one"};
+template <class T>
+constexpr DType dtype_of = std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16;
+
+// Calls f(T{}) with the compiled element type that is `dtype`.
+template <class... Ts, class F>
+Status with_dtype(Types<Ts...>, DType dtype, F&& f) {
+  Status status{std::string("no kernel is compiled for ") + name(dtype)};
+  auto attempt = [&](auto element) {
+    if (dtype_of<decltype(element)> == dtype) status = f(element);
+  };
+  (attempt(Ts{}), ...);
+  return status;
 }
 
 template <class Dims, class F>
 Status with_kernel(const Problem& problem, Dims dims, F&& f) {
-  return with_dtype(problem.dtype, [&](auto element) {
+  return with_dtype(DTypes{}, problem.dtype, [&](auto element) {
     return with_head_dim(dims, std::max(problem.head_dim, problem.value_dim),
                          [&](auto dim) { return f(element, dim); });
   });

@@ -2,8 +2,12 @@
 // driver: the runtime is linked statically, and nothing is called before a kernel is.
 #include <cuda_runtime_api.h>
 
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "../bindings.h"
 #include "../ffi.h"
@@ -12,6 +16,8 @@
 #include "backward_sm80_plan.h"
 #include "decode_plan.h"
 #include "device.h"
+#include "explain.h"
+#include "instances.h"
 #include "launch.h"
 
 namespace flashattn {
@@ -85,6 +91,95 @@ int64_t backward_workspace_of_any_kernel(int batch, int q_len, int kv_len, int q
                   backward_sm80_workspace(batch, q_len, q_heads));
 }
 
+// ---- explain: parameters without data, from what Python says of a call
+
+std::optional<DType> dtype_named(std::string_view text) {
+  for (DType dtype : {DType::kF64, DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3,
+                      DType::kS8, DType::kS32, DType::kPred}) {
+    if (text == name(dtype)) return dtype;
+  }
+  return std::nullopt;
+}
+
+// The strides that an operand has when it is contiguous in the layout.
+Strided contiguous(bool heads_first, int batch, int length, int heads, int dim) {
+  Strided s;
+  s.batches = batch;
+  s.batch = int64_t{length} * heads * dim;
+  s.seq = heads_first ? dim : int64_t{heads} * dim;
+  s.head = heads_first ? int64_t{length} * dim : dim;
+  return s;
+}
+
+// (kernel, reason, details) of explain.h
+nb::tuple explain(const std::string& op, nb::dict sizes, nb::dict dtypes, nb::dict options,
+                  nb::dict facts) {
+  auto size = [&](const char* key) { return nb::cast<int>(sizes[key]); };
+  auto fact = [&](const char* key) { return nb::cast<int>(facts[key]); };
+  const Device device{0, fact("major"), fact("minor"), fact("sm_count"),
+                      fact("shared_memory_per_block")};
+  const bool decodes = op == "decode";
+  auto dtype = [&](const char* operand) {
+    return dtype_named(nb::cast<std::string>(dtypes[operand])).value_or(DType::kF64);
+  };
+  const Problem problem{size("batch"),    size("q_len"),    size("kv_len"),    size("q_heads"),
+                        size("kv_heads"), size("head_dim"), size("value_dim"), dtype("query")};
+  const bool heads_first = nb::cast<std::string>(options["layout"]) == "BNTH";
+  const Scores scores{nb::cast<double>(options["scale"]), nb::cast<double>(options["softcap"]),
+                      nb::cast<int>(options["window_left"]), nb::cast<int>(options["window_right"]),
+                      nb::cast<bool>(options["bottom_right"])};
+  auto queries = [&](int dim) {
+    return contiguous(heads_first, problem.batch, problem.q_len, problem.q_heads, dim);
+  };
+  auto keys = [&](int dim) {
+    return contiguous(heads_first, problem.batch, problem.kv_len, problem.kv_heads, dim);
+  };
+  // Present operands are told from absent ones by their pointers, which nothing here follows.
+  alignas(16) static char somewhere[16];
+  auto given = [&](const char* operand) {
+    return static_cast<void*>(dtypes.contains(operand) ? somewhere : nullptr);
+  };
+  Explained answer;
+  if (decodes) {
+    DecodeParams p{};
+    p.problem = problem;
+    p.scores = scores;
+    p.cache_dtype = dtype("key_cache");
+    p.q = queries(problem.head_dim), p.o = queries(problem.value_dim);
+    p.k = keys(problem.head_dim), p.v = keys(problem.value_dim);
+    p.page_table.data = static_cast<int32_t*>(given("page_table"));
+    p.num_splits = nb::cast<int>(options["num_splits"]);
+    p.batch_invariant = nb::cast<bool>(options["batch_invariant"]);
+    answer = explain_decode(p, device);
+  } else {
+    PrefillParams p{};
+    p.problem = problem;
+    p.scores = scores;
+    p.q = queries(problem.head_dim), p.o = queries(problem.value_dim);
+    p.k = keys(problem.head_dim), p.v = keys(problem.value_dim);
+    p.features.alibi_slopes.data = static_cast<float*>(given("alibi_slopes"));
+    p.features.bias.data = given("bias");
+    p.features.mask.data = given("mask");
+    p.features.query_segments.data = static_cast<int32_t*>(given("query_segment_ids"));
+    p.features.sinks.data = static_cast<float*>(given("sinks"));
+    answer = explain_prefill(p, device);
+  }
+  return nb::make_tuple(answer.kernel, answer.reason, answer.details);
+}
+
+template <int... Dims>
+std::string joined(std::integer_sequence<int, Dims...>) {
+  std::string text;
+  ((text += (text.empty() ? "" : ", ") + std::to_string(Dims)), ...);
+  return text;
+}
+
+std::string build_summary() {
+  return "CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
+         std::to_string(CUDART_VERSION % 1000 / 10) + ", head dims " + joined(HeadDims{}) +
+         " (gradients on Hopper " + joined(BackwardSm90HeadDims{}) + ")";
+}
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
@@ -97,7 +192,8 @@ NB_MODULE(_cuda, m) {
   });
   m.def("signature", signature);
   m.def("ffi_api_version", ffi_api_version);
-  m.def("cuda_version", [] { return CUDART_VERSION; });
+  m.def("build_summary", build_summary);
+  m.def("explain", explain);
   m.def("decode_workspace", [](int batch, int q_len, int q_heads, int kv_heads, int value_dim,
                                int num_splits) {
     return std::max<int64_t>(

@@ -80,6 +80,13 @@ __device__ __forceinline__ void shared_store_f32x4(uint32_t address, float x, fl
 // Hides from the optimiser what is known of a value, so that what depends on it is computed where it is
 // used: loop invariants hoisted out of a kernel's main loop would spill.
 __device__ __forceinline__ void opaque(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void opaque(int64_t& x) { asm volatile("" : "+l"(x)); }
+// threadIdx.x read anew, and opaque in that sense.
+__device__ __forceinline__ int opaque_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {

@@ -1,0 +1,260 @@
+"""What is measured. The names of the axes are those of jax.nn: B, T, S, N, K, H."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of a table. `features` holds (name, value) pairs; inputs.py makes their arrays."""
+
+    benchmark: str  # the operation: prefill, backward or decode
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    features: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        parts = [SHORT_DTYPE[self.dtype], f"B{self.B}"]
+        if self.benchmark != "decode" or self.T > 1:
+            parts.append(f"T{self.T}")
+        if self.benchmark == "decode" or self.S != self.T:
+            parts.append(f"S{self.S}")
+        parts += [f"N{self.N}", f"K{self.K}", f"H{self.H}"]
+        if self.benchmark != "decode":
+            parts.append("causal" if self.causal else "full")
+        parts += [name if value is True else f"{name}={value}" for name, value in self.features]
+        return " ".join(parts)
+
+    def feature(self, name: str, default=None):
+        return dict(self.features).get(name, default)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the keys of each sequence; with the feature `lengths`, ragged."""
+        if self.feature("lengths") is None:
+            return [self.S] * self.B
+        least = self.S // 16 if self.benchmark == "decode" else self.S // 4
+        generator = random.Random(1)
+        return [generator.randint(least, self.S) for _ in range(self.B)]
+
+    @property
+    def visible_pairs(self) -> float:
+        """(query, key) pairs of all sequences, by head; causal counts as half, as usual."""
+        window, segments = self.feature("window"), self.feature("segments")
+        if self.benchmark == "decode":
+            return self.T * self._visited_keys
+        if window is not None and window < self.S:
+            return self.B * (self.T * (window + 1) - window * (window + 1) / 2)
+        part = (0.5 if self.causal else 1) / (segments or 1)
+        if self.feature("lengths"):  # which are the lengths of the queries too
+            return part * sum(length * length for length in self.lengths)
+        return part * self.B * self.T * self.S
+
+    @property
+    def flops(self) -> float:
+        """Two matrix products forward; the backward pass counts two and a half times as much."""
+        forward = 4 * self.N * self.H * self.visible_pairs
+        return 3.5 * forward if self.benchmark == "backward" else forward
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.B * self.S * self._key_bytes
+
+    @property
+    def bytes(self) -> int:
+        """What must cross the memory bus: in decode the cache, else every operand and result."""
+        if self.benchmark == "decode":
+            return self._visited_keys * self._key_bytes
+        query = self.B * self.T * self.N * self.H * ITEM_BYTES[self.dtype]
+        forward = 2 * query + self.cache_bytes
+        if self.feature("bias"):
+            forward += self.N * self.T * self.S * ITEM_BYTES[self.dtype]
+        return 2 * forward if self.benchmark == "backward" else forward
+
+    @property
+    def score_bytes(self) -> int:
+        """The matrix of scores in float32, which an attention without tiles writes to memory."""
+        return 4 * self.B * self.N * self.T * self.S
+
+    @property
+    def _visited_keys(self) -> int:
+        """Of all sequences in decode."""
+        window = self.feature("window")
+        longest = self.S if window is None else window + self.T
+        return sum(min(length, longest) for length in self.lengths)
+
+    @property
+    def _key_bytes(self) -> int:
+        """Of one key and its value, all heads."""
+        return 2 * self.K * self.H * ITEM_BYTES[self.feature("cache", self.dtype)]
+
+    def describe(self) -> dict:
+        """The fields of a result row that say what was measured."""
+        shape = {axis: getattr(self, axis) for axis in "BTSNKH"}
+        row = {"case": self.name, "operation": self.benchmark, **shape}
+        row |= {"dtype": self.dtype, "causal": self.causal}
+        return row | ({"features": dict(self.features)} if self.features else {})
+
+
+def prefill_cases() -> list[Case]:
+    cases = []
+    for head_dim in (128, 64, 256):
+        heads = 2048 // head_dim
+        for batch, length in ((32, 512), (8, 2048), (4, 4096), (1, 16384)):
+            for causal in (False, True):
+                cases.append(_prefill(batch, length, heads, heads, head_dim, causal=causal))
+    return cases + [
+        _prefill(4, 4096, 16, 16, 128, "float16"),
+        _prefill(1, 2048, 12, 12, 64, "float16"),
+        _prefill(4, 4096, 32, 8, 128),
+        _prefill(1, 1024, 14, 2, 64),
+    ]
+
+
+def backward_cases() -> list[Case]:
+    return [
+        dataclasses.replace(
+            _prefill(batch, length, heads, heads, head_dim, causal=causal), benchmark="backward"
+        )
+        for heads, head_dim in ((16, 128), (32, 64), (8, 256))
+        for batch, length in ((8, 2048), (2, 8192))
+        for causal in (False, True)
+    ]
+
+
+DECODE_SHAPES = (
+    (1, 1024, 32, 8, 128),
+    (1, 8192, 32, 8, 128),
+    (1, 131072, 32, 8, 128),
+    (32, 8192, 32, 8, 128),
+    (128, 2048, 32, 8, 128),
+    (8, 4096, 32, 32, 128),
+    (8, 8192, 64, 8, 128),
+    (1, 2048, 14, 2, 64),
+    (16, 4096, 14, 2, 64),
+    (8, 2048, 12, 12, 64),
+    (8, 8192, 8, 1, 256),
+)
+
+
+def decode_cases() -> list[Case]:
+    return [_decode(*shape) for shape in DECODE_SHAPES]
+
+
+def decode_variant_cases() -> list[Case]:
+    """The rows of decode with the other dtype, the other layout and ragged lengths."""
+    return (
+        [_decode(*shape, dtype="float16") for shape in DECODE_SHAPES]
+        + [_decode(*shape, features=(("layout", "BNTH"),)) for shape in DECODE_SHAPES]
+        + [_decode(*shape, features=(("lengths", "random"),)) for shape in DECODE_SHAPES]
+    )
+
+
+def feature_cases() -> list[Case]:
+    """Each feature beside the plain call of the same shape, then what else decode promises."""
+    plain = (2, 8192, 16, 16, 128)
+    prefill = [
+        _prefill(*plain),
+        _prefill(*plain, features=(("softcap", 50.0),)),
+        _prefill(*plain, features=(("sinks", True),)),
+        _prefill(*plain, features=(("alibi", True),)),
+        _prefill(*plain, features=(("bias", True),)),
+        _prefill(*plain, features=(("mask", True),)),
+        _prefill(*plain, features=(("lengths", "random"),)),
+        _prefill(*plain, features=(("segments", 64),)),
+        _prefill(1, 16384, 16, 16, 128),
+        _prefill(1, 16384, 16, 16, 128, features=(("window", 1024),)),
+    ]
+    # GPT-2's shape beside the attention that writes its scores to memory.
+    prefill += [_prefill(1, length, 12, 12, 64, "float16") for length in (1024, 2048, 4096, 8192)]
+    llama = (32, 8192, 32, 8, 128)
+    small = (1, 8192, 32, 8, 128)
+    decode = []
+    for shape in (small, llama):
+        decode += [
+            _decode(*shape),
+            _decode(*shape, features=(("page", 16),)),
+            _decode(*shape, features=(("window", 1024),)),
+            _decode(*shape, features=(("cache", "float8_e4m3fn"),)),
+            _decode(*shape, features=(("cache", "int8"),)),
+            _decode(*shape, tokens=4),
+        ]
+    return prefill + decode
+
+
+def numerics_cases() -> list[Case]:
+    """Error over length, up to a million tokens; nothing is timed."""
+    lengths = (1024, 4096, 16384, 65536, 262144, 1048576)
+    return [
+        _prefill(1, length, 1, 1, 128, dtype, causal=causal)
+        for dtype in ("bfloat16", "float16")
+        for causal in (False, True)
+        for length in lengths
+    ]
+
+
+def cpu_cases() -> list[Case]:
+    shapes = ((1, 1024, 8, 8, 64), (1, 4096, 8, 8, 64), (1, 4096, 32, 8, 128))
+    forward = [
+        _prefill(*shape, dtype, causal=causal)
+        for shape in shapes
+        for dtype in ("float32", "bfloat16")
+        for causal in (False, True)
+    ]
+    gradient = dataclasses.replace(_prefill(*shapes[1], "float32"), benchmark="backward")
+    return [*forward, gradient]
+
+
+def smoke_cases(benchmark: str) -> list[Case]:
+    """Small enough for any machine: they try the harness, not the kernels."""
+    if benchmark.startswith("decode"):
+        return [_decode(2, 256, 8, 2, 64), _decode(1, 128, 4, 4, 64, features=(("page", 16),))]
+    cases = [
+        _prefill(1, 128, 4, 2, 64),
+        _prefill(2, 96, 2, 2, 64, "float32", causal=False),
+    ]
+    if benchmark == "features":
+        names = ("softcap", "sinks", "alibi", "bias", "mask", "lengths", "segments", "window")
+        values = (20.0, True, True, True, True, "random", 4, 16)
+        cases = [
+            _prefill(1, 128, 4, 2, 64, features=((name, value),))
+            for name, value in zip(names, values, strict=True)
+        ]
+    if benchmark == "backward":
+        cases = [dataclasses.replace(case, benchmark="backward") for case in cases]
+    return cases
+
+
+CASES = {
+    "prefill": prefill_cases,
+    "backward": backward_cases,
+    "decode": decode_cases,
+    "decode_variants": decode_variant_cases,
+    "features": feature_cases,
+    "numerics": numerics_cases,
+    "cpu": cpu_cases,
+}
+
+
+def _prefill(batch, length, heads, kv_heads, head_dim, dtype="bfloat16", causal=True, features=()):
+    return Case(
+        "prefill", batch, length, length, heads, kv_heads, head_dim, dtype, causal, tuple(features)
+    )
+
+
+def _decode(batch, length, heads, kv_heads, head_dim, dtype="bfloat16", tokens=1, features=()):
+    return Case(
+        "decode", batch, tokens, length, heads, kv_heads, head_dim, dtype, True, tuple(features)
+    )

@@ -1,0 +1,342 @@
+"""Ours and everybody else: how each implementation is called on the inputs of a case.
+
+An implementation is a function of the inputs that returns its variants, {"": call} when there is
+but one. It raises Refused, or whatever the library itself raises, where it cannot do a case; the
+reason becomes a gap in the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+from inputs import Inputs
+from timing import Call
+
+SCORE_LIMIT = 10 << 30  # bytes of scores that XLA's attention may write to memory here
+WORDS = {
+    "softcap": "soft cap",
+    "alibi": "ALiBi slopes",
+    "page": "pages",
+    "cache": "8-bit cache",
+    "layout": "other layout",
+}
+SPLITS = (1, 2, 4, 8, 16, 32)
+PACKAGES = {
+    "flash": "jax_flashattn",
+    "fa3": "flash-attn3-jax",
+    "tokamax": "tokamax",
+    "tokamax_tuned": "tokamax",
+    "t_flash2": "torch",
+    "t_cudnn": "torch",
+}
+
+
+class Refused(Exception):
+    """The implementation cannot do this case; the message says why."""
+
+
+def variants(implementation: str, inputs: Inputs) -> dict[str, Call]:
+    return IMPLEMENTATIONS[implementation](inputs)
+
+
+def version(implementation: str) -> str | None:
+    package = PACKAGES.get(implementation, "jax")
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _only(inputs: Inputs, *features: str):
+    """Refuses what is not among the features that an implementation takes."""
+    if missing := [name for name, _ in inputs.case.features if name not in features]:
+        raise Refused(f"takes no {', '.join(WORDS.get(name, name) for name in missing)}")
+
+
+def _jax_function(inputs: Inputs, attend):
+    """`attend(query, key, value)` under jit or, for backward, its value and its gradients. What
+    else it needs comes as arguments, not as constants that XLA could fold."""
+
+    def forward(operands, extra):
+        return attend(*operands, **extra)
+
+    def backward(operands, extra):
+        *primals, cotangent = operands
+        out, pull = jax.vjp(lambda *operands: attend(*operands, **extra), *primals)
+        return out, pull(cotangent)
+
+    return jax.jit(backward if inputs.case.benchmark == "backward" else forward)
+
+
+def _jax_call(inputs: Inputs, attend, **extra) -> dict[str, Call]:
+    function = _jax_function(inputs, attend)
+    return {"": Call(lambda copy: function(inputs.operands(copy), extra))}
+
+
+# Ours ---------------------------------------------------------------------------------------------
+
+
+def flash(inputs: Inputs):
+    import jax_flashattn
+
+    case, arrays, options = inputs.case, {}, {}
+    for name, value in inputs.extra.items():
+        (arrays if isinstance(value, jax.Array) else options)[name] = value
+    if layout := case.feature("layout"):
+        options["layout"] = layout
+    if case.benchmark == "decode":
+        return _jax_call(inputs, functools.partial(jax_flashattn.decode, **options), **arrays)
+    prefill = functools.partial(jax_flashattn.prefill, causal=case.causal, **options)
+    return _jax_call(inputs, prefill, **arrays)
+
+
+# jax.nn and what comes with JAX -------------------------------------------------------------------
+
+
+def cudnn(inputs: Inputs):
+    if jax.default_backend() != "gpu":
+        raise Refused("needs a GPU")
+    return _jax_nn(inputs, "cudnn")
+
+
+def xla(inputs: Inputs):
+    if inputs.case.score_bytes > SCORE_LIMIT:
+        size = inputs.case.score_bytes / 2**30
+        raise Refused(f"not tried: {size:.0f} GiB of scores")
+    return _jax_nn(inputs, "xla")
+
+
+def _jax_nn(inputs: Inputs, implementation: str):
+    _only(inputs, "window", "bias", "mask", "lengths")
+    case, extra = inputs.case, dict(inputs.extra)
+    options = {"implementation": implementation, "is_causal": case.causal}
+    if case.benchmark == "decode":
+        return _jax_nn_decode(inputs, implementation)
+    if "local_window_size" in extra:
+        options["local_window_size"] = extra.pop("local_window_size")
+    return _jax_call(inputs, functools.partial(jax.nn.dot_product_attention, **options), **extra)
+
+
+def _jax_nn_decode(inputs: Inputs, implementation: str):
+    """Lengths cost jax.nn something; where the cache is full it may do without."""
+    if inputs.case.T > 1 or inputs.case.feature("window"):
+        raise Refused("aligns queries with the first keys")
+    attend = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
+    kv_lengths = inputs.extra["seq_lens"]
+    lengths = {
+        "key_value_seq_lengths": kv_lengths,
+        "query_seq_lengths": jnp.ones_like(kv_lengths),
+    }
+    calls = {"lengths": _jax_call(inputs, attend, **lengths)[""]}
+    if not inputs.case.feature("lengths"):
+        calls["no lengths"] = _jax_call(inputs, attend)[""]
+    return calls
+
+
+def pallas(inputs: Inputs):
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    case = inputs.case
+    _only(inputs)
+    if case.benchmark == "decode":
+        raise Refused("has no decode")
+
+    def config(block):
+        gradients = {}
+        if case.benchmark == "backward":
+            names = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+            gradients = dict.fromkeys(names, 64)
+        return attention_mgpu.TuningConfig(
+            block_q=64, block_kv=block, max_concurrent_steps=2, causal=case.causal, **gradients
+        )
+
+    return {
+        f"block_kv {block}": _jax_call(
+            inputs, functools.partial(attention_mgpu.attention, config=config(block))
+        )[""]
+        for block in ((64,) if case.H > 128 else (128, 64))
+    }
+
+
+# Other libraries ----------------------------------------------------------------------------------
+
+
+def fa3(inputs: Inputs):
+    case = inputs.case
+    _only(inputs, "window", "lengths", "page")
+    if case.H != 128:
+        raise Refused("built for H 128 only")
+    library = _flash_attn3()
+    if case.benchmark == "decode":
+        window = inputs.extra.get("local_window_size", (-1, -1))
+        return {f"num_splits {n}": _fa3_decode(library, inputs, window, n) for n in SPLITS}
+    if case.feature("lengths"):
+        raise Refused("takes no lengths but packed ones")
+    attend = _fa3_attention(library, case, inputs.extra.get("local_window_size", (-1, -1)))
+    return _jax_call(inputs, attend)
+
+
+def _fa3_decode(library, inputs: Inputs, window, splits: int) -> Call:
+    def attend(query, key, value, seq_lens, **paging):
+        return library.kvcache.flash_mha_with_kvcache(
+            query,
+            key,
+            value,
+            cache_seqlens=seq_lens,
+            is_causal=inputs.case.T > 1,
+            window_size=window,
+            num_splits=splits,
+            **paging,
+        )
+
+    paging = {name: x for name, x in inputs.extra.items() if name == "page_table"}
+    return _jax_call(inputs, attend, seq_lens=inputs.extra["seq_lens"], **paging)[""]
+
+
+def _fa3_attention(library, case, window):
+    """The operation with its gradient, below the package's own sharding rules."""
+    options = (case.H**-0.5, case.causal, tuple(window))
+
+    @jax.custom_vjp
+    def attend(query, key, value):
+        return library.flash_hlo._flash_mha_fwd_hlo(query, key, value, *options)[0]
+
+    def forward(query, key, value):
+        out, lse = library.flash_hlo._flash_mha_fwd_hlo(query, key, value, *options)
+        return out, (query, key, value, out, lse)
+
+    def backward(residuals, cotangent):
+        return library.flash_hlo._flash_mha_bwd_hlo(cotangent, *residuals, *options)
+
+    attend.defvjp(forward, backward)
+    return attend
+
+
+@functools.cache
+def _flash_attn3():
+    """flash-attn3-jax 0.2.3 imports two names that newer releases of JAX have moved."""
+    import jax.core
+    import jax.interpreters.xla
+    from jax._src import core, dispatch
+
+    if not hasattr(jax.core, "ShapedArray"):
+        jax.core.ShapedArray = core.ShapedArray
+    if not hasattr(jax.interpreters.xla, "apply_primitive"):
+        jax.interpreters.xla.apply_primitive = dispatch.apply_primitive
+    import flash_attn3_jax
+
+    return types.SimpleNamespace(
+        flash_hlo=importlib.import_module("flash_attn3_jax.flash_hlo"),
+        kvcache=importlib.import_module("flash_attn3_jax.kvcache"),
+        package=flash_attn3_jax,
+    )
+
+
+def tokamax(inputs: Inputs):
+    attend, extra = _tokamax_attention(inputs)
+    return _jax_call(inputs, attend, **extra)
+
+
+def tokamax_tuned(inputs: Inputs):
+    """With the configuration that tokamax's own search finds for the shape."""
+    attend, extra = _tokamax_attention(inputs)
+    function = _jax_function(inputs, attend)
+    found = _tokamax().autotune(function, inputs.operands(0), extra, progress_bar=False)
+
+    def start(copy):
+        with found:
+            return function(inputs.operands(copy), extra)
+
+    return {"": Call(start)}
+
+
+def _tokamax_attention(inputs: Inputs):
+    case = inputs.case
+    _only(inputs, "window", "softcap", "bias", "mask", "lengths")
+    if case.benchmark == "decode":
+        raise Refused("has no decode")
+    extra = dict(inputs.extra)
+    options = {"is_causal": case.causal, "implementation": "mosaic"}
+    if "local_window_size" in extra:
+        options["local_window_size"] = extra.pop("local_window_size")
+    if "logit_softcap" in extra:
+        options["logits_soft_cap"] = extra.pop("logit_softcap")
+    return functools.partial(_tokamax().dot_product_attention, **options), extra
+
+
+@functools.cache
+def _tokamax():
+    """tokamax imports xprof, a profiler that it does not need; an empty module will do."""
+    names = ["xprof", "xprof.cli", "xprof.cli.tools", "xprof.cli.tools.get_kernel_stats_tool"]
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            sys.modules[name] = types.ModuleType(name)
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, sys.modules[name])
+    return importlib.import_module("tokamax")
+
+
+def t_flash2(inputs: Inputs):
+    return _torch(inputs, "FLASH_ATTENTION")
+
+
+def t_cudnn(inputs: Inputs):
+    return _torch(inputs, "CUDNN_ATTENTION")
+
+
+def _torch(inputs: Inputs, backend: str):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    case = inputs.case
+    _only(inputs)
+    if case.benchmark == "decode" and case.T > 1:
+        raise Refused("aligns causal queries with the first keys")
+    options = {
+        "is_causal": case.causal and case.benchmark != "decode",
+        "enable_gqa": case.K != case.N,
+    }
+    copies = inputs.torch_operands
+
+    def attend(operands):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(*operands, **options)
+
+    def forward(copy):
+        with torch.no_grad():
+            return attend(copies[copy % len(copies)]).transpose(1, 2)
+
+    def backward(copy):
+        *primals, cotangent = copies[copy % len(copies)]
+        primals = [x.detach().requires_grad_() for x in primals]
+        out = attend(primals)
+        gradients = torch.autograd.grad(out, primals, cotangent)
+        return out.transpose(1, 2), [x.transpose(1, 2) for x in gradients]
+
+    def wait(result):
+        torch.cuda.synchronize()
+        return result
+
+    return {"": Call(backward if case.benchmark == "backward" else forward, wait)}
+
+
+IMPLEMENTATIONS = {
+    "flash": flash,
+    "cudnn": cudnn,
+    "fa3": fa3,
+    "tokamax": tokamax,
+    "tokamax_tuned": tokamax_tuned,
+    "pallas": pallas,
+    "t_cudnn": t_cudnn,
+    "t_flash2": t_flash2,
+    "xla": xla,
+}

@@ -1,0 +1,156 @@
+"""Writes the tables and figures of README.md and docs/ from benchmarks/results.
+
+    python benchmarks/report.py [--check]
+
+A document says where a table goes:
+
+    <!-- table: prefill -->
+    <!-- end -->
+
+and where a figure goes: `figure` in place of `table`. What stands between the two lines is
+replaced. --check writes nothing and fails if a document differs from what would be written; figures
+are drawn anew without it and not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+import sys
+
+import plots
+import tables
+from results import DIRECTORY, load
+
+ROOT = DIRECTORY.parent.parent
+FIGURES = ROOT / "docs" / "figures"
+
+# name: (file of results, what makes the lines)
+TABLES = {
+    "prefill": ("prefill", tables.throughput),
+    "backward": ("backward", tables.throughput),
+    "decode": ("decode", tables.decode),
+    "decode variants": ("decode_variants", tables.decode),
+    "features": ("features", tables.features),
+    "numerics": ("numerics", tables.errors),
+    "prefill errors": ("prefill", tables.errors),
+    "backward errors": ("backward", tables.errors),
+    "decode errors": ("decode", tables.errors),
+    "naive": ("features", tables.naive),
+    "prefill roofline": ("prefill", tables.roofline),
+    "backward roofline": ("backward", tables.roofline),
+    "decode roofline": ("decode", tables.roofline),
+    "cpu": ("cpu", tables.cpu),
+}
+FIGURES_OF = {
+    "prefill": ("prefill", plots.throughput),
+    "decode": ("decode", plots.decode),
+    "numerics": ("numerics", plots.errors),
+}
+SUMMARIES = ("prefill", "backward", "decode", "features")
+MARKED = re.compile(
+    r"(?P<open><!-- (?P<kind>table|figure): (?P<name>[\w ]+?) -->\n).*?(?P<close><!-- end -->)",
+    re.DOTALL,
+)
+
+
+class Report:
+    def __init__(self, results: pathlib.Path = DIRECTORY):
+        directories = sorted(path for path in results.glob("*") if path.is_dir())
+        self.devices = {path.name: load(path) for path in directories}
+
+    def rewrite(self, text: str, document: pathlib.Path) -> str:
+        """The document with everything between its markers made anew."""
+
+        def fill(match: re.Match) -> str:
+            make = self._table if match["kind"] == "table" else self._figure
+            lines = make(match["name"], document)
+            return match["open"] + "".join(f"{line}\n" for line in lines) + match["close"]
+
+        return MARKED.sub(fill, text)
+
+    def figures(self):
+        """(function, result, path) of every figure that there are results for."""
+        for name, (benchmark, draw) in FIGURES_OF.items():
+            for device, result in self._results(benchmark):
+                yield draw, result, FIGURES / f"{name}-{device}.svg"
+
+    def _results(self, benchmark: str) -> list[tuple[str, dict]]:
+        """GPUs before CPUs."""
+        found = [
+            (device, files[benchmark])
+            for device, files in self.devices.items()
+            if benchmark in files
+        ]
+        return sorted(found, key=lambda pair: (pair[1]["meta"].get("platform") != "gpu", pair[0]))
+
+    def _table(self, name: str, document: pathlib.Path) -> list[str]:
+        if name == "summary":
+            return self._summary()
+        if name not in TABLES:
+            raise SystemExit(f"{document}: there is no table {name!r}, only {', '.join(TABLES)}")
+        benchmark, make = TABLES[name]
+        lines = []
+        for _, result in self._results(benchmark):
+            lines += [tables.caption(result), "", *make(result), ""]
+        return lines or [_missing(benchmark)]
+
+    def _summary(self) -> list[str]:
+        lines = []
+        for device in self.devices:
+            found = [self.devices[device].get(name) for name in SUMMARIES]
+            rows = [row for result in found if result for row in tables.summary(result)]
+            if rows:
+                name = next(result for result in found if result)["meta"]["device"]
+                lines += [f"{name}:", "", *tables.SUMMARY_HEAD, *rows, ""]
+        return lines or [_missing("prefill")]
+
+    def _figure(self, name: str, document: pathlib.Path) -> list[str]:
+        if name not in FIGURES_OF:
+            raise SystemExit(f"{document}: there is no figure {name!r}")
+        benchmark = FIGURES_OF[name][0]
+        lines = []
+        for device, result in self._results(benchmark):
+            path = os.path.relpath(FIGURES / f"{name}-{device}.svg", document.parent)
+            lines.append(f"![{name} on {result['meta']['device']}]({path})")
+        return lines or [_missing(benchmark)]
+
+
+def _missing(benchmark: str) -> str:
+    return f"No results yet: `python benchmarks/run.py {benchmark}`, then this report again."
+
+
+def documents() -> list[pathlib.Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    check = parser.parse_args().check
+    report, different = Report(), []
+    for document in documents():
+        if not document.exists():
+            continue
+        text = document.read_text()
+        if (new := report.rewrite(text, document)) != text:
+            different.append(document.relative_to(ROOT))
+            if not check:
+                document.write_text(new)
+    if check:
+        if different:
+            sys.exit(f"differ from benchmarks/results: {', '.join(map(str, different))}")
+        return
+    drawn = 0
+    for draw, result, path in report.figures():
+        draw(result, path)
+        drawn += 1
+    print(f"{len(different)} documents changed, {drawn} figures drawn")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Results as Markdown. Every function takes one file of results and returns lines of text."""
+
+from __future__ import annotations
+
+import math
+
+from names import PEERS
+
+OURS = "flash"
+EXPONENTIALS_PER_CLOCK = 16  # of one multiprocessor
+
+
+def caption(result: dict) -> str:
+    meta, rows = result["meta"], result["rows"]
+    parts = [meta.get("device", "?")]
+    for name in ("driver", "cuda", "jax"):
+        if meta.get(name):
+            parts.append(f"{'CUDA' if name == 'cuda' else name} {meta[name]}")
+    parts.append(f"{meta.get('date')}, commit {meta.get('commit')}")
+    spread = max((row.get("spread", 0) for row in rows), default=0)
+    text = f"{'; '.join(parts)}. Medians, {meta.get('timer', 'not timed')}"
+    text += f"; the quartiles of a row lie at most {100 * spread:.0f} % apart." if spread else "."
+    if ceilings := meta.get("ceilings"):
+        text += (
+            f" Ceilings of the same run: 8192 matrix product {ceilings['matmul_bf16_tflops']:.0f} "
+            f"TFLOP/s (bf16), reading {ceilings['read_tbps']:.2f} TB/s, a kernel that reads "
+            f"nothing {ceilings['launch_us']:.1f} us."
+        )
+    return text + (f" **{meta['note'].capitalize()}.**" if meta.get("note") else "")
+
+
+def throughput(result: dict) -> list[str]:
+    """TFLOP/s of everybody, and ours over the best peer's."""
+    return _comparison(result, "tflops", lambda row: f"{row['tflops']:.0f}")
+
+
+def decode(result: dict) -> list[str]:
+    """Microseconds and GB/s of the cache, with the floor."""
+    return _comparison(
+        result,
+        "us",
+        lambda row: f"{row['us']:.1f} ({row['gbps']:.0f})",
+        extra=("floor", "ours / floor"),
+        extra_cells=_floor_cells,
+    )
+
+
+def features(result: dict) -> list[str]:
+    return _comparison(
+        result,
+        "us",
+        lambda row: f"{row['us']:.1f}",
+        extra=("over plain",),
+        extra_cells=lambda rows: [_over_plain(rows, result)],
+    )
+
+
+def summary(result: dict) -> list[str]:
+    """One row of the README's table: how far ahead of the best peer, over all rows."""
+    ratios = _ratios(result)
+    if not ratios:
+        return []
+    worst, best = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
+    mean = geometric_mean(ratios.values())
+    cells = [result["meta"]["benchmark"], str(len(ratios)), f"**{mean:.2f}**"]
+    return [_line([*cells, f"{ratios[worst]:.2f} ({worst})", f"{ratios[best]:.2f} ({best})"])]
+
+
+SUMMARY_HEAD = [
+    "| benchmark | shapes | speed over the best peer, geometric mean | least | most |",
+    "|---|---|---|---|---|",
+]
+
+
+def errors(result: dict) -> list[str]:
+    """The largest error against float64, and the bound that ours must keep."""
+    names = _present(result, [OURS, *PEERS])
+    lines = [_line(["shape", *names, "bound"]), _rule(len(names) + 2)]
+    for case, rows in _by_case(result).items():
+        cells = [_error(rows.get(name)) for name in names]
+        lines.append(_line([case, *cells, _error(rows.get(OURS), "error_bound")]))
+    return lines
+
+
+def naive(result: dict) -> list[str]:
+    """Beside the attention that writes its scores to memory."""
+    lines = [_line(["T", "scores", "XLA, us", "ours, us", "XLA / ours"]), _rule(5)]
+    for rows in _by_case(result).values():
+        row = rows.get(OURS, {})
+        if (row.get("N"), row.get("H"), row.get("dtype")) != (12, 64, "float16"):
+            continue
+        size = 4 * row["B"] * row["N"] * row["T"] * row["S"] / 2**20
+        xla, ours = rows.get("xla", {}).get("us"), row.get("us")
+        ratio = f"{xla / ours:.1f}" if xla and ours else "-"
+        cells = [f"{xla:.1f}" if xla else "-", f"{ours:.1f}" if ours else "-"]
+        lines.append(_line([str(row["T"]), f"{size:,.0f} MiB", *cells, ratio]))
+    return lines
+
+
+def roofline(result: dict) -> list[str]:
+    """Measured against modelled: the least time that each unit needs for the work of the shape."""
+    meta, ceilings = result["meta"], result["meta"].get("ceilings")
+    if not ceilings or not meta.get("processors"):
+        return []
+    head = ["shape", "matrix units, us", "exponentials, us", "memory, us", "measured, us", "share"]
+    lines = [_line(head), _rule(len(head))]
+    for case, rows in _by_case(result).items():
+        row = rows.get(OURS, {})
+        if not row.get("us") or not row.get("tflops"):
+            continue
+        flops, size = row["tflops"] * row["us"] * 1e6, row["gbps"] * row["us"] * 1e3
+        matrix = "fp16" if row["dtype"] == "float16" else "bf16"
+        times = [flops / ceilings[f"matmul_{matrix}_tflops"] / 1e6]
+        backward = row["operation"] == "backward"
+        products = 7 if backward else 2  # of 2 H floating-point operations a score
+        scores = flops / (2 * row["H"] * products)
+        exponentials = scores * (2 if backward else 1)
+        clock = row.get("sm_mhz") or 0
+        rate = meta["processors"] * EXPONENTIALS_PER_CLOCK * clock
+        times.append(exponentials / rate if rate else float("nan"))
+        times.append(size / ceilings["read_tbps"] / 1e6)
+        limit = max(time for time in times if not math.isnan(time))
+        cells = [f"{time:.1f}" for time in (*times, row["us"])]
+        lines.append(_line([case, *cells, f"{100 * limit / row['us']:.0f} %"]))
+    return lines
+
+
+def cpu(result: dict) -> list[str]:
+    head = ["shape", "pass", "ours, ms", "jax.nn, ms", "jax.nn / ours"]
+    head += ["ours, peak MiB", "jax.nn, peak MiB", "error / bound"]
+    lines = [_line(head), _rule(len(head))]
+    for (case, operation), rows in _by_case(result, "operation").items():
+        ours, xla = rows.get(OURS, {}), rows.get("xla", {})
+        cells = [f"{row['us'] / 1e3:.1f}" if row.get("us") else "-" for row in (ours, xla)]
+        both = ours.get("us") and xla.get("us")
+        cells.append(f"**{xla['us'] / ours['us']:.2f}**" if both else "-")
+        cells += [f"{row['peak_mb']:.0f}" if row.get("us") else "-" for row in (ours, xla)]
+        cells.append(f"{ours['max_error'] / ours['error_bound']:.2f}" if ours.get("us") else "-")
+        lines.append(_line([case, operation, *cells]))
+    return lines
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+
+def geometric_mean(values) -> float:
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _comparison(result, field, show, extra=(), extra_cells=lambda rows: []) -> list[str]:
+    names = _present(result, [OURS, *PEERS])
+    lines = [_line(["shape", *names, *extra, "ours / best peer"])]
+    lines.append(_rule(len(names) + len(extra) + 2))
+    notes: dict[str, int] = {}
+    for case, rows in _by_case(result).items():
+        best = min((row["us"] for row in rows.values() if _is_contender(row)), default=None)
+        cells = []
+        for name in names:
+            row = rows.get(name, {"reason": "not measured"})
+            if not row.get("us"):
+                note = notes.setdefault(f"{name}: {row['reason']}", len(notes) + 1)
+                cells.append(f"-<sup>{note}</sup>")
+            else:
+                text = show(row) if row.get("within_bound", True) else f"{show(row)} (inexact)"
+                cells.append(f"**{text}**" if row["us"] == best else text)
+        ratio = _ratio(rows)
+        ends = [f"{ratio:.2f}" if ratio else "-"]
+        lines.append(_line([case, *cells, *extra_cells(rows), *ends]))
+    lines += ["", " ".join(_conclusions(result))]
+    if notes:
+        lines += ["", *(f"<sup>{number}</sup> {text}<br>" for text, number in notes.items())]
+    return lines
+
+
+def _conclusions(result: dict) -> list[str]:
+    sentences = []
+    if ratios := _ratios(result):
+        mean, least = geometric_mean(ratios.values()), min(ratios.values())
+        sentences.append(f"Ours / best peer: geometric mean **{mean:.3f}**, least {least:.2f}.")
+    shares = [
+        row["max_error"] / row["error_bound"]
+        for row in result["rows"]
+        if row["impl"] == OURS and row.get("error_bound")
+    ]
+    if shares:
+        allowed = "of what the accuracy rule allows"
+        sentences.append(f"Largest error of ours: {max(shares):.2f} {allowed}.")
+    return sentences
+
+
+def _floor_cells(rows: dict) -> list[str]:
+    floor, ours = rows.get("floor", {}).get("us"), rows.get(OURS, {}).get("us")
+    return [f"{floor:.1f}" if floor else "-", f"{ours / floor:.2f}" if floor and ours else "-"]
+
+
+def _over_plain(rows: dict, result: dict) -> str:
+    """Our time over that of the same shape without the feature, if there is such a row."""
+    row = rows.get(OURS, {})
+    if not row.get("us") or not row.get("features"):
+        return ""
+    shape = [row[key] for key in ("B", "T", "S", "N", "K", "H", "dtype", "causal")]
+    for other in result["rows"]:
+        same = [other[key] for key in ("B", "T", "S", "N", "K", "H", "dtype", "causal")] == shape
+        if same and other["impl"] == OURS and other.get("us") and not other.get("features"):
+            return f"{row['us'] / other['us']:.2f}"
+    return ""
+
+
+def _by_case(result: dict, *also: str) -> dict:
+    """{case: {implementation: row}} in the order in which the cases were run."""
+    cases: dict = {}
+    for row in result["rows"]:
+        key = (row["case"], *(row[name] for name in also)) if also else row["case"]
+        cases.setdefault(key, {})[row["impl"]] = row
+    return cases
+
+
+def _present(result: dict, names) -> list[str]:
+    measured = {row["impl"] for row in result["rows"]}
+    return [name for name in names if name in measured]
+
+
+def _is_contender(row: dict) -> bool:
+    return bool(row.get("us")) and row["impl"] != "floor"
+
+
+def _ratio(rows: dict) -> float | None:
+    ours = rows.get(OURS, {}).get("us")
+    peers = [row["us"] for name, row in rows.items() if _is_contender(row) and name != OURS]
+    return min(peers) / ours if ours and peers else None
+
+
+def _ratios(result: dict) -> dict[str, float]:
+    ratios = {case: _ratio(rows) for case, rows in _by_case(result).items()}
+    return {case: ratio for case, ratio in ratios.items() if ratio}
+
+
+def _error(row: dict | None, field: str = "max_error") -> str:
+    return f"{row[field]:.1e}" if row and row.get(field) is not None else "-"
+
+
+def _line(cells) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _rule(columns: int) -> str:
+    return "|" + "---|" * columns

@@ -1,0 +1,208 @@
+"""Is it right? A few rows of every result against float64, before anything is timed."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from inputs import Inputs
+
+GROSS_ERROR = 3e-2  # relative; beyond it a result is wrong and its time means nothing
+ROW_BLOCK = 1024
+
+
+class Truth:
+    """`error(result)` is the largest absolute error of the rows looked at; `bound` is the rule for
+    ours: twice the error of the same maths in XLA at the dtype, and one unit in the last place.
+    """
+
+    def __init__(self, inputs: Inputs):
+        self.parts = _gradient_parts(inputs) if _is_backward(inputs) else _forward_parts(inputs)
+        self.bound = max(part.bound for part in self.parts)
+
+    def error(self, result) -> float:
+        """Raises ArithmeticError when the result is grossly wrong."""
+        worst = 0.0
+        for part in self.parts:
+            difference = part.pick(result) - part.value
+            relative = np.linalg.norm(difference) / max(np.linalg.norm(part.value), 1e-30)
+            if not relative <= GROSS_ERROR:
+                raise ArithmeticError(f"wrong result: relative error {relative:.1e}")
+            worst = max(worst, float(np.abs(difference).max(initial=0)))
+        return worst
+
+
+class Part:
+    def __init__(self, pick, value: np.ndarray, xla: np.ndarray, dtype: str):
+        self.pick, self.value = pick, value
+        unit = float(jnp.finfo(dtype).eps)
+        xla_error = np.abs(xla - value).max(initial=0)
+        self.bound = float(2 * xla_error + unit * np.abs(value).max(initial=0))
+
+
+def _is_backward(inputs: Inputs) -> bool:
+    return inputs.case.benchmark == "backward"
+
+
+def to_numpy(x) -> np.ndarray:
+    if hasattr(x, "detach"):  # a torch tensor
+        return x.detach().float().cpu().numpy().astype(np.float64)
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+# Forward ------------------------------------------------------------------------------------------
+
+
+def _forward_parts(inputs: Inputs) -> list[Part]:
+    case = inputs.case
+    return [
+        _forward_part(inputs, batch, head)
+        for batch, head in sorted({(0, 0), (case.B - 1, case.N - 1)})
+    ]
+
+
+def _forward_part(inputs: Inputs, batch: int, head: int) -> Part:
+    case, rows = inputs.case, _sample_rows(inputs.case.T)
+    query, key, value = _one_head(inputs, batch, head, rows)
+    visible, bias = _visible_and_bias(inputs, batch, head, rows)
+    sink = inputs.extra["sinks"][head] if "sinks" in inputs.extra else -math.inf
+    features = {"softcap": case.feature("softcap"), "scale": case.H**-0.5}
+    wide = [np.asarray(x, np.float64) for x in (query, key, value, bias)]
+    truth = _attend(np, *wide, visible, np.float64(sink), **features)
+    narrow = _attend_in_jax(
+        query, key, value, np.float32(bias), visible, np.float32(sink), **features
+    )
+    heads_first = case.feature("layout") == "BNTH"
+
+    def pick(out):
+        return to_numpy(out[batch, head] if heads_first else out[batch, :, head])[rows]
+
+    return Part(pick, truth, to_numpy(narrow), case.dtype)
+
+
+def _attend(xp, query, key, value, bias, visible, sink, *, softcap, scale):
+    """Attention of rows of one head: in numpy the truth, in jax.numpy the same at the dtype."""
+    wide = {} if xp is np else {"preferred_element_type": jnp.float32}
+    scores = xp.matmul(query, key.T, **wide) * scale
+    if softcap is not None:
+        scores = softcap * xp.tanh(scores / softcap)
+    scores = xp.where(visible, scores + bias, -xp.inf)
+    top = xp.maximum(scores.max(-1, keepdims=True), sink)
+    top = xp.where(top == -xp.inf, xp.zeros_like(top), top)
+    weights = xp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True) + xp.exp(sink - top)
+    probabilities = (weights / xp.where(total == 0, 1, total)).astype(value.dtype)
+    out = xp.matmul(probabilities, value, **wide)
+    return out.astype(query.dtype)
+
+
+_attend_in_jax = jax.jit(functools.partial(_attend, jnp), static_argnames=("softcap", "scale"))
+
+
+def _sample_rows(length: int) -> np.ndarray:
+    edges = np.array([0, 1, 63, 64, 127, 128, length - 1])
+    drawn = np.random.default_rng(2).integers(0, length, 17)
+    return np.unique(np.concatenate([edges[edges < length], drawn]))
+
+
+def _one_head(inputs: Inputs, batch: int, head: int, rows: np.ndarray):
+    """Query (rows, H), key and value (S, H), unpaged and dequantised, in the case's dtype."""
+    case = inputs.case
+    query, key, value = inputs.operands(0)[:3]
+    kv_head = head * case.K // case.N
+    if case.feature("page"):
+        pages = inputs.extra["page_table"][batch]
+        key, value = (x[pages, :, kv_head].reshape(case.S, case.H) for x in (key, value))
+        query = query[batch, :, head]
+    elif case.feature("layout") == "BNTH":
+        query, key, value = query[batch, head], key[batch, kv_head], value[batch, kv_head]
+    else:
+        query, key, value = query[batch, :, head], key[batch, :, kv_head], value[batch, :, kv_head]
+    if case.feature("cache"):
+        key = key.astype(case.dtype) * inputs.extra["key_scale"][kv_head].astype(case.dtype)
+        value = value.astype(case.dtype) * inputs.extra["value_scale"][kv_head].astype(case.dtype)
+    return query[rows], key, value
+
+
+def _visible_and_bias(inputs: Inputs, batch: int, head: int, rows: np.ndarray):
+    case = inputs.case
+    extra = {name: np.asarray(x) for name, x in inputs.extra.items() if name != "bias"}
+    kv_name = "seq_lens" if case.benchmark == "decode" else "key_value_seq_lengths"
+    q_length = extra["query_seq_lengths"][batch] if "query_seq_lengths" in extra else case.T
+    kv_length = extra[kv_name][batch] if kv_name in extra else case.S
+    position = (rows + kv_length - q_length)[:, None]
+    column = np.arange(case.S)[None, :]
+    visible = (rows[:, None] < q_length) & (column < kv_length)
+    if case.causal:
+        visible &= column <= position
+    if "local_window_size" in extra:
+        visible &= column >= position - extra["local_window_size"][0]
+    if "query_segment_ids" in extra:
+        ids = extra["query_segment_ids"][batch]
+        visible &= ids[rows][:, None] == ids[None, :]
+    if "mask" in extra:
+        visible &= extra["mask"][batch, 0]
+    bias = np.zeros((1, 1))
+    if "alibi_slopes" in extra:
+        bias = -extra["alibi_slopes"][head] * np.abs(column - position)
+    if "bias" in inputs.extra:
+        bias = bias + to_numpy(inputs.extra["bias"][0, head, rows])
+    return visible, bias
+
+
+# Gradients ----------------------------------------------------------------------------------------
+
+
+def _gradient_parts(inputs: Inputs) -> list[Part]:
+    """All gradients of the last sequence and key head."""
+    case = inputs.case
+    group = case.N // case.K
+    heads, kv_head = slice(case.N - group, case.N), slice(case.K - 1, case.K)
+    places = (heads, kv_head, kv_head, heads)
+    one = [x[-1:, :, place] for x, place in zip(inputs.operands(0), places, strict=True)]
+    truth = _exact_gradients(*(to_numpy(x[0]) for x in one), causal=case.causal)
+    at_dtype = _gradients_in_xla(*one, causal=case.causal)
+
+    def pick(index, place):
+        # A result is (out, (dq, dk, dv)).
+        return lambda result: to_numpy(result[1][index][case.B - 1, :, place])
+
+    return [
+        Part(pick(i, place), truth[i], to_numpy(at_dtype[i][0]), case.dtype)
+        for i, place in enumerate(places[:3])
+    ]
+
+
+def _exact_gradients(query, key, value, cotangent, *, causal: bool):
+    """(T, G, H) and (S, 1, H) arrays of float64; block by block of the rows of the scores."""
+    length, group, head_dim = query.shape
+    scale, column = head_dim**-0.5, np.arange(len(key))
+    d_query, d_key, d_value = (np.zeros_like(x) for x in (query, key, value))
+    for head in range(group):
+        for start in range(0, length, ROW_BLOCK):
+            rows = slice(start, min(start + ROW_BLOCK, length))
+            scores = query[rows, head] @ key[:, 0].T * scale
+            if causal:
+                scores[np.arange(length)[rows, None] < column] = -np.inf
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            weights /= weights.sum(1, keepdims=True)
+            d_weights = cotangent[rows, head] @ value[:, 0].T
+            delta = (weights * d_weights).sum(1, keepdims=True)
+            d_scores = weights * (d_weights - delta) * scale
+            d_query[rows, head] = d_scores @ key[:, 0]
+            d_key[:, 0] += d_scores.T @ query[rows, head]
+            d_value[:, 0] += weights.T @ cotangent[rows, head]
+    return d_query, d_key, d_value
+
+
+@functools.partial(jax.jit, static_argnames="causal")
+def _gradients_in_xla(query, key, value, cotangent, *, causal: bool):
+    def attend(query, key, value):
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=causal, implementation="xla"
+        )
+
+    return jax.vjp(attend, query, key, value)[1](cotangent)

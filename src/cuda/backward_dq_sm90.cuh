@@ -1,0 +1,390 @@
+// dQ on Hopper without a sum over blocks: what deterministic calls, and head dims whose accumulator
+// would overload L2, get. A block owns 128 query rows of one head, keeps Q and dO in shared memory and
+// dQ in registers, and walks over the keys that they see:
+//
+//   S = Q K^T   dP = dO V^T   dS = exp2(scale log2e S - lse2) (dP - delta)   dQ += dS K
+//
+// Each consumer warpgroup takes 64 rows; dS is the A operand of dQ as it lies in registers, so that
+// nothing is exchanged and the warpgroups drift apart: one computes exponentials under the other's
+// products.
+#ifndef FLASHATTN_CUDA_BACKWARD_DQ_SM90_CUH_
+#define FLASHATTN_CUDA_BACKWARD_DQ_SM90_CUH_
+
+#include "backward_passes.cuh"
+#include "backward_plan.h"
+#include "backward_sm90_parts.cuh"
+#include "device.h"
+#include "params.h"
+#include "ptx_sm90.cuh"
+
+namespace flashattn {
+
+template <int HeadDim>
+struct BackwardDqLayout {
+  static constexpr BackwardDqTile kTile = backward_dq_tile_sm90(HeadDim);
+  static constexpr int kRows = 128, kKeys = kTile.keys;
+  static constexpr int kKStages = 2, kVStages = kTile.v_stages;
+  static constexpr int kChunks = HeadDim / 64;
+  static constexpr int kQueryBytes = kRows * HeadDim * 2, kKeyBytes = kKeys * HeadDim * 2;
+  static constexpr int kQueryChunk = kRows * 128, kKeyChunk = kKeys * 128;
+  static constexpr int kHalf = 64 * 128;  // a warpgroup's rows in a chunk of Q or dO
+
+  static constexpr int kQ = 0, kDout = kQueryBytes, kK = 2 * kQueryBytes;
+  static constexpr int kV = kK + kKStages * kKeyBytes;
+  static constexpr int kBarriers = kV + kVStages * kKeyBytes;
+  static constexpr int kBytes = kBarriers + 128 + 1024;
+};
+
+struct BackwardDqBarriers {
+  uint32_t q_full, repair, k_full, k_empty, v_full, v_empty;  // of stage 0, the next 8 bytes further
+
+  __device__ explicit BackwardDqBarriers(uint32_t base)
+      : q_full(base), repair(base + 8), k_full(base + 16), k_empty(base + 32), v_full(base + 48),
+        v_empty(base + 64) {}
+
+  __device__ void init() const {
+    mbarrier_init(q_full, 1);
+    mbarrier_init(repair, 1);
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(k_full + 8 * i, 1);
+      mbarrier_init(v_full + 8 * i, 1);
+      mbarrier_init(k_empty + 8 * i, 2);  // one arrival a warpgroup
+      mbarrier_init(v_empty + 8 * i, 2);
+    }
+    mbarrier_init_fence();
+  }
+};
+
+struct BackwardDqMaps {
+  CUtensorMap q, dout, k, v, dq;
+};
+
+struct BackwardDqGrid {
+  int query_blocks, section;  // section: query heads whose blocks are interleaved
+  float scale, scale_log2;
+  BackwardWorkspace workspace;
+};
+
+// ---- which rows a block owns and which keys they see; in shared memory, as in backward_sm90.cuh
+struct BackwardDqTask {
+  int b, head, first_row, kv_len;
+  int row_shift;  // row i sees the keys up to i + row_shift
+  bool causal;
+  RowRange valid;
+  int key_blocks, plain_blocks;  // walked from the last to the first; the first plain ones need no mask
+
+  // Keys below this one are visible to a row.
+  __device__ __forceinline__ int key_limit(int row) const {
+    return causal ? min(kv_len, row + row_shift + 1) : kv_len;
+  }
+};
+
+__device__ inline BackwardDqTask find_dq_task(const PrefillParams& forward,
+                                              const BackwardDqGrid& grid, int rows, int keys) {
+  const Problem& problem = forward.problem;
+  // Heads run fastest and rows downwards: under a causal mask the longest blocks first.
+  const int heads = problem.batch * problem.q_heads;
+  const int per_section = grid.query_blocks * grid.section;
+  const int section = blockIdx.x / per_section, inside = blockIdx.x % per_section;
+  const int section_heads = min(grid.section, heads - section * grid.section);
+  const int head = section * grid.section + inside % section_heads;
+  BackwardDqTask task;
+  task.b = head / problem.q_heads;
+  task.head = head % problem.q_heads;
+  task.first_row = (grid.query_blocks - 1 - inside / section_heads) * rows;
+  task.kv_len = forward.kv_length(task.b);
+  task.causal = forward.scores.window_right == 0;
+  task.row_shift = forward.scores.bottom_right ? task.kv_len - forward.q_length(task.b) : 0;
+  task.valid = rows_with_keys(forward, task.b);
+
+  const int end_row = min(task.first_row + rows, task.valid.end);
+  const bool any = end_row > max(task.first_row, task.valid.begin);
+  const int last_limit = any ? task.key_limit(end_row - 1) : 0;
+  task.key_blocks = (last_limit + keys - 1) / keys;
+  task.plain_blocks = min(task.key_blocks, max(0, task.key_limit(task.first_row)) / keys);
+  return task;
+}
+
+template <class L, int HeadDim>
+__device__ __forceinline__ void produce_dq(const BackwardDqMaps& maps, const BackwardParams& params,
+                                           const BackwardDqTask& task,
+                                           const BackwardDqBarriers& barriers, uint32_t smem,
+                                           int lane) {
+  const PrefillParams& forward = params.forward;
+  BackwardLoader<HeadDim> loader{barriers.repair, lane};
+  if (lane == 0) {
+    // A row that does not exist spoils no other here, and its own result is not stored.
+    mbarrier_expect_tx(barriers.q_full, 2 * L::kQueryBytes);
+    loader.template load_chunks<L::kRows>(smem + L::kQ, &maps.q, barriers.q_full, task.first_row,
+                                          task.head, task.b % forward.q.batches);
+    loader.template load_chunks<L::kRows>(smem + L::kDout, &maps.dout, barriers.q_full,
+                                          task.first_row, task.head, task.b);
+  }
+  const RowRange keys{0, task.kv_len};
+  const int kv_head = task.head / forward.problem.group();
+  RingPosition<L::kKStages> k_ring;
+  RingPosition<L::kVStages> v_ring;
+#pragma unroll 1
+  for (int block = task.key_blocks - 1; block >= 0; --block) {
+    mbarrier_wait(barriers.k_empty + 8 * k_ring.stage, k_ring.phase ^ 1);
+    loader.template load<L::kKeys>(smem + L::kK + k_ring.stage * L::kKeyBytes, &maps.k,
+                                   barriers.k_full + 8 * k_ring.stage, block * L::kKeys, kv_head,
+                                   task.b % forward.k.batches, keys, forward.problem.kv_len, 0);
+    k_ring.advance();
+    mbarrier_wait(barriers.v_empty + 8 * v_ring.stage, v_ring.phase ^ 1);
+    loader.template load<L::kKeys>(smem + L::kV + v_ring.stage * L::kKeyBytes, &maps.v,
+                                   barriers.v_full + 8 * v_ring.stage, block * L::kKeys, kv_head,
+                                   task.b % forward.v.batches, keys, forward.problem.kv_len, 0);
+    v_ring.advance();
+  }
+}
+
+// ---- one consumer warpgroup: 64 of the block's rows
+template <class T, int HeadDim>
+class BackwardDqConsumer {
+ public:
+  using L = BackwardDqLayout<HeadDim>;
+  static constexpr int kKeys = L::kKeys;
+
+  __device__ __forceinline__ BackwardDqConsumer(const BackwardDqMaps& maps,
+                                                const BackwardDqGrid& grid,
+                                                const BackwardDqTask& task,
+                                                const BackwardDqBarriers& barriers, uint32_t smem,
+                                                int q_heads, int warpgroup)
+      : maps_(maps), grid_(grid), task_(task), barriers_(barriers), smem_(smem),
+        warpgroup_(warpgroup), thread_(threadIdx.x & 127) {
+    grid_dependency_wait();
+    const int64_t row =
+        (int64_t{task.b} * q_heads + task.head) * grid.workspace.padded_rows + first_row();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      lse2_[i] = grid.workspace.lse2[row + 8 * i];
+      delta_[i] = grid.workspace.delta[row + 8 * i];
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (task_.key_blocks == 0) {
+      store_zeros();
+      return;
+    }
+    block_ = task_.key_blocks - 1;
+    mbarrier_wait(barriers_.q_full, 0);
+    issue_scores();
+    wgmma_wait<0>();
+    // As in backward_sm90.cuh, every loop edge is a full wait. The last block ends the pipeline and is
+    // masked whether it needs it or not: one copy of a step less.
+    clear_dq();
+    int masked = task_.key_blocks - max(1, task_.plain_blocks), plain = max(1, task_.plain_blocks) - 1;
+#pragma unroll 1
+    for (; masked > 0; --masked) {
+      step<true, true>();
+      wgmma_wait<0>();
+    }
+    if (plain & 1) {
+      step<false, true>();
+      wgmma_wait<0>();
+    }
+#pragma unroll 1
+    for (plain &= ~1; plain > 0; plain -= 2) {
+      step<false, true>();
+      step<false, true>();
+      wgmma_wait<0>();
+    }
+    step<true, false>();
+    wgmma_wait<0>();
+    store_dq();
+  }
+
+ private:
+  // The first of this thread's two rows; the other is 8 further.
+  __device__ __forceinline__ int first_row() const {
+    return task_.first_row + 64 * warpgroup_ + 16 * (thread_ >> 5) + (thread_ & 31) / 4;
+  }
+
+  __device__ __forceinline__ void clear_dq() {
+#pragma unroll
+    for (int i = 0; i < HeadDim / 2; ++i) dq_[i] = 0.f;
+  }
+
+  __device__ __forceinline__ void issue_scores() {
+    uint32_t q = descriptor_low_k_major(smem_ + L::kQ + warpgroup_ * L::kHalf);
+    uint32_t k = descriptor_low_k_major(smem_ + L::kK + k_ring_.stage * L::kKeyBytes);
+    opaque(q);
+    opaque(k);
+    mbarrier_wait(barriers_.k_full + 8 * k_ring_.stage, k_ring_.phase);
+    wgmma_fence();
+    issue_over_head_dim<T, HeadDim, kKeys, L::kQueryChunk, L::kKeyChunk>(s_, q, k);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_dp() {
+    uint32_t dout = descriptor_low_k_major(smem_ + L::kDout + warpgroup_ * L::kHalf);
+    uint32_t v = descriptor_low_k_major(smem_ + L::kV + v_ring_.stage * L::kKeyBytes);
+    opaque(dout);
+    opaque(v);
+    mbarrier_wait(barriers_.v_full + 8 * v_ring_.stage, v_ring_.phase);
+    wgmma_fence();
+    issue_over_head_dim<T, HeadDim, kKeys, L::kQueryChunk, L::kKeyChunk>(dp_, dout, v);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_dq(uint32_t k_stage) {
+    uint32_t k = descriptor_low_mn_major(smem_ + L::kK + k_stage * L::kKeyBytes, kKeys);
+    opaque(k);
+    wgmma_fence();
+    issue_over_rows<T, HeadDim, kKeys>(dq_, ds_, k, true);
+    wgmma_commit();
+  }
+
+  // In flight on entry: S of this block and dQ of the one before it; on exit the same one block further.
+  template <bool Masked, bool HasNext>
+  __device__ __forceinline__ void step() {
+    issue_dp();
+    wgmma_wait<1>();
+    if (block_ != task_.key_blocks - 1)
+      mbarrier_arrive_if(thread_ == 0, barriers_.k_empty + 8 * (k_ring_.stage ^ 1));
+    exponentials<Masked>();
+    // Passes at once; its branch keeps the exponentials ahead of the wait for dP.
+    mbarrier_wait(barriers_.v_full + 8 * v_ring_.stage, v_ring_.phase);
+    wgmma_wait<0>();
+    mbarrier_arrive_if(thread_ == 0, barriers_.v_empty + 8 * v_ring_.stage);
+    v_ring_.advance();
+    form_ds();
+    const uint32_t k_stage = k_ring_.stage;
+    k_ring_.advance();
+    if constexpr (HasNext) issue_scores();
+    issue_dq(k_stage);
+    --block_;
+  }
+
+  template <bool Masked>
+  __device__ __forceinline__ void exponentials() {
+    const int first_key = block_ * kKeys + 2 * (thread_ & 3);
+    const int limit = Masked ? task_.key_limit(first_row()) - first_key : 0;
+    const int limit_8 = Masked ? task_.key_limit(first_row() + 8) - first_key : 0;
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = s_[4 * j + i];
+        x = exp2_approx(fmaf(x, grid_.scale_log2, -lse2_[i / 2]));
+        if (Masked && 8 * j + (i & 1) >= (i < 2 ? limit : limit_8)) x = 0.f;
+      }
+  }
+
+  __device__ __forceinline__ void form_ds() {
+#pragma unroll
+    for (int j = 0; j < kKeys / 4; ++j) {
+      const float d = delta_[j % 2];
+      ds_[j] = pack<T>(s_[2 * j] * (dp_[2 * j] - d), s_[2 * j + 1] * (dp_[2 * j + 1] - d));
+    }
+  }
+
+  // ---- the end: dQ into Q's place in shared memory, which is this warpgroup's own
+  __device__ __forceinline__ void store_dq() {
+    fragments_to_shared<T, HeadDim>(dq_, smem_ + L::kQ + warpgroup_ * L::kHalf, L::kQueryChunk,
+                                    grid_.scale, row_exists(first_row()),
+                                    row_exists(first_row() + 8));
+    store_shared();
+  }
+
+  __device__ __forceinline__ bool row_exists(int row) const {
+    return row >= task_.valid.begin && row < task_.valid.end;
+  }
+
+  __device__ __forceinline__ void store_zeros() {
+    clear_chunks(smem_ + L::kQ + warpgroup_ * L::kHalf, L::kChunks, L::kQueryChunk);
+    store_shared();
+  }
+
+  __device__ __forceinline__ void store_shared() {
+    fence_async_proxy();
+    named_barrier_sync(1 + warpgroup_, 128);
+    if (thread_ == 0) {
+#pragma unroll
+      for (int chunk = 0; chunk < L::kChunks; ++chunk)
+        tma_store_4d(&maps_.dq, smem_ + L::kQ + chunk * L::kQueryChunk + warpgroup_ * L::kHalf,
+                     chunk * 64, task_.first_row + 64 * warpgroup_, task_.head, task_.b);
+      bulk_commit();
+      bulk_wait<0>();
+    }
+  }
+
+  const BackwardDqMaps& maps_;
+  const BackwardDqGrid& grid_;
+  const BackwardDqTask& task_;
+  const BackwardDqBarriers& barriers_;
+  const uint32_t smem_;
+  const int warpgroup_, thread_;
+
+  float s_[kKeys / 2], dp_[kKeys / 2], dq_[HeadDim / 2];
+  uint32_t ds_[kKeys / 4];
+  float lse2_[2], delta_[2];
+  int block_ = 0;
+  RingPosition<L::kKStages> k_ring_;
+  RingPosition<L::kVStages> v_ring_;
+};
+
+template <class T, int HeadDim>
+__global__ void __launch_bounds__(384, 1)
+    backward_dq_sm90_kernel(const __grid_constant__ BackwardDqMaps maps,
+                            const __grid_constant__ BackwardParams params,
+                            const __grid_constant__ BackwardDqGrid grid) {
+  using L = BackwardDqLayout<HeadDim>;
+  extern __shared__ char raw_smem[];
+  __shared__ BackwardDqTask task;
+  const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
+  const BackwardDqBarriers barriers(smem + L::kBarriers);
+  if (threadIdx.x == 0) {
+    barriers.init();
+    task = find_dq_task(params.forward, grid, L::kRows, L::kKeys);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    registers_release<24>();
+    if (threadIdx.x < 32 && task.key_blocks > 0)
+      produce_dq<L, HeadDim>(maps, params, task, barriers, smem, threadIdx.x);
+  } else {
+    registers_claim<240>();
+    BackwardDqConsumer<T, HeadDim>(maps, grid, task, barriers, smem,
+                                   params.forward.problem.q_heads, warpgroup - 1)
+        .run();
+  }
+}
+
+template <class T, int HeadDim>
+Status launch_backward_dq_sm90(const BackwardParams& params, const Device& device,
+                               cudaStream_t stream) {
+  using L = BackwardDqLayout<HeadDim>;
+  static_assert(L::kBytes <= 232448, "shared memory of a Hopper block");
+  const PrefillParams& forward = params.forward;
+  const Problem& problem = forward.problem;
+  BackwardDqMaps maps;
+  const auto queries = [&](CUtensorMap* map, const Strided& x, int box_rows) {
+    return encode_backward_map(map, x, problem, problem.q_len, problem.q_heads, box_rows);
+  };
+  const auto keys = [&](CUtensorMap* map, const Strided& x) {
+    return encode_backward_map(map, x, problem, problem.kv_len, problem.kv_heads, L::kKeys);
+  };
+  if (Status s = queries(&maps.q, forward.q, L::kRows); !s.ok()) return s;
+  if (Status s = queries(&maps.dout, params.dout, L::kRows); !s.ok()) return s;
+  if (Status s = queries(&maps.dq, params.dq, 64); !s.ok()) return s;  // a warpgroup stores its half
+  if (Status s = keys(&maps.k, forward.k); !s.ok()) return s;
+  if (Status s = keys(&maps.v, forward.v); !s.ok()) return s;
+
+  const float scale = static_cast<float>(forward.scores.scale);
+  BackwardDqGrid grid{(problem.q_len + L::kRows - 1) / L::kRows,
+                      backward_section_sm90(forward.scores.window_right == 0, HeadDim), scale,
+                      scale * kLog2e, BackwardWorkspace(params)};
+  BackwardParams mutable_params = params;
+  void* args[] = {&maps, &mutable_params, &grid};
+  const unsigned blocks = static_cast<unsigned>(problem.batch) * problem.q_heads * grid.query_blocks;
+  const void* kernel = reinterpret_cast<const void*>(&backward_dq_sm90_kernel<T, HeadDim>);
+  return launch({"backward_dq_sm90", kernel, dim3(blocks), 384, L::kBytes}, args, device, stream);
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_BACKWARD_DQ_SM90_CUH_

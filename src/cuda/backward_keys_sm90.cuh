@@ -1,0 +1,451 @@
+// Gradients on Hopper. A block owns 128 keys of one key/value head, keeps K and V in shared memory and
+// dK and dV in registers, and walks over the query rows that see them, head after head of its group:
+//
+//   S^T = K Q^T   dP^T = V dO^T   P = exp2(scale log2e S - lse2)   dS = P (dP - delta)
+//   dV += P^T dO  dK += dS^T Q    dQ^T = K^T dS, added to an fp32 accumulator in global memory
+//
+// Everything is transposed, keys along M: then P and dS are A operands of dV and dK as they lie in
+// registers, and only dS goes through shared memory, for dQ. Each of the two consumer warpgroups takes
+// 64 keys; dQ needs all 128, so there the warpgroups split the head dim (H 128) or the rows (H 64).
+// docs/kernels/backward.md has the data movement, the barriers and the measurements.
+#ifndef FLASHATTN_CUDA_BACKWARD_KEYS_SM90_CUH_
+#define FLASHATTN_CUDA_BACKWARD_KEYS_SM90_CUH_
+
+#include "backward_passes.cuh"
+#include "backward_plan.h"
+#include "backward_producer_sm90.cuh"
+#include "backward_sm90_parts.cuh"
+#include "device.h"
+#include "params.h"
+#include "ptx_sm90.cuh"
+
+namespace flashattn {
+
+// ---- layout of shared memory, in bytes from a 1024-byte boundary. Tiles are 64-column chunks of
+// `rows` x 128 bytes in the 128-byte swizzle.
+template <int HeadDim, bool WithDq>
+struct BackwardLayout {
+  static constexpr BackwardTile kTile =
+      WithDq ? backward_tile_sm90(HeadDim) : backward_dkv_tile_sm90(HeadDim);
+  static constexpr int kRows = kTile.rows, kKeys = 128;
+  static constexpr int kQStages = kTile.q_stages, kDoutStages = 2, kDsStages = 2;
+  static constexpr bool kQAhead = kTile.order == BackwardOrder::kScoresAhead, kDoutAhead = false;
+  static constexpr int kChunks = HeadDim / 64;
+  static constexpr int kDqColumns = DqFragment<HeadDim>::kColumns;
+
+  static constexpr int kKeyBytes = kKeys * HeadDim * 2, kQueryBytes = kRows * HeadDim * 2;
+  static constexpr int kKeyChunk = kKeys * 128, kQueryChunk = kRows * 128;
+  static constexpr int kHalf = 64 * 128;  // a warpgroup's keys in a chunk of K or V
+  static constexpr int kDsBytes = WithDq ? kRows * kKeys * 2 : 0, kDsChunk = kRows * 128;
+  static constexpr int kDqBytes = WithDq ? DqFragment<HeadDim>::kFloats * 4 : 0;
+  static constexpr int kStatBytes = kRows * 4;
+
+  static constexpr int kK = 0, kV = kKeyBytes, kQ = 2 * kKeyBytes;
+  static constexpr int kDout = kQ + kQStages * kQueryBytes;
+  static constexpr int kDs = kDout + kDoutStages * kQueryBytes;
+  static constexpr int kDq = kDs + kDsStages * kDsBytes;
+  static constexpr int kLse = kDq + 2 * kDqBytes, kDelta = kLse + kQStages * kStatBytes;
+  static constexpr int kBarriers = kDelta + kDoutStages * kStatBytes;
+  static constexpr int kBytes = kBarriers + 128 + 1024;
+};
+
+// ---- one consumer warpgroup: 64 of the block's keys
+template <class T, int HeadDim, bool WithDq>
+class BackwardConsumer {
+ public:
+  using L = BackwardLayout<HeadDim, WithDq>;
+  static constexpr int kRows = L::kRows;
+
+  __device__ __forceinline__ BackwardConsumer(const BackwardMaps& maps,
+                                              const BackwardParams& params,
+                                              const BackwardGrid& grid, const BackwardTask& task,
+                                              const BackwardBarriers& barriers, uint32_t smem,
+                                              int warpgroup)
+      : maps_(maps), params_(params), grid_(grid), task_(task), barriers_(barriers), smem_(smem),
+        warpgroup_(warpgroup), thread_(threadIdx.x & 127) {
+    const int lane = thread_ & 31, warp = thread_ >> 5;
+    stats_ = smem + (lane & 3) * 8;
+    // stmatrix.trans: lane l writes query row 8 (l / 16) + l % 8, keys 16 warp + 8 (l / 8 % 2) + 0..7.
+    ds_store_ = smem + L::kDs + warpgroup * L::kDsChunk + (8 * (lane >> 4) + (lane & 7)) * 128 +
+                (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    dq_store_ = smem + L::kDq + warpgroup * L::kDqBytes + thread_ * 16;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (task_.steps() == 0) {
+      store_zeros();
+      return;
+    }
+    begin_head(0);
+    mbarrier_wait(barriers_.k_full, 0);
+    first_step();
+    // Every loop edge below is a full wait: accumulators in flight from one loop, or from the peeled
+    // first step, into another would make ptxas serialise all products (C7512).
+    int masked = task_.masked_end - task_.first_step - 1, left = task_.steps() - 1;
+#pragma unroll 1
+    for (int g = 0;;) {
+      left -= max(masked, 0);
+#pragma unroll 1
+      for (; masked > 0; --masked) {
+        step<true>();
+        wgmma_wait<0>();
+      }
+#pragma unroll 1
+      for (; left % L::kTile.unroll != 0; --left) {
+        step<false>();
+        wgmma_wait<0>();
+      }
+#pragma unroll 1
+      for (; left > 0; left -= L::kTile.unroll) {
+#pragma unroll
+        for (int i = 0; i < L::kTile.unroll; ++i) step<false>();
+        wgmma_wait<0>();
+      }
+      if (++g == grid_.group) break;
+      begin_head(g);
+      masked = task_.masked_end - task_.first_step;
+      left = task_.steps();
+    }
+    if constexpr (WithDq) last_dq();
+    store_gradients();
+  }
+
+ private:
+  // The first of this thread's two keys; the other is 8 further.
+  __device__ __forceinline__ int first_key() const {
+    return task_.first_key + 64 * warpgroup_ + 16 * (thread_ >> 5) + (thread_ & 31) / 4;
+  }
+
+  __device__ __forceinline__ void begin_head(int g) {
+    const int64_t head =
+        int64_t{task_.b} * params_.forward.problem.q_heads + task_.kv_head * grid_.group + g;
+    dq_head_ = grid_.workspace.dq + head * grid_.workspace.padded_rows * HeadDim +
+               warpgroup_ * (L::kDqBytes / 4);
+    step_ = task_.first_step;
+  }
+
+  static constexpr bool kTogether = L::kTile.order == BackwardOrder::kTogether;
+  static constexpr bool kScoresAhead = L::kTile.order == BackwardOrder::kScoresAhead;
+  static_assert(L::kQStages == (kScoresAhead ? 3 : 2), "Q is read one block longer or not");
+
+  __device__ __forceinline__ const auto& q_ring() const {
+    if constexpr (kScoresAhead)
+      return own_q_ring_;
+    else
+      return ring_;
+  }
+
+  // ---- the pieces of a step
+  __device__ __forceinline__ uint32_t q_tile(uint32_t stage) const {
+    return smem_ + L::kQ + stage * L::kQueryBytes;
+  }
+  __device__ __forceinline__ uint32_t dout_tile() const {
+    return smem_ + L::kDout + ring_.stage * L::kQueryBytes;
+  }
+
+  __device__ __forceinline__ uint32_t delta() const {
+    return stats_ + L::kDelta + ring_.stage * L::kStatBytes;
+  }
+
+  __device__ __forceinline__ void issue_scores() {
+    uint32_t k = descriptor_low_k_major(smem_ + L::kK + warpgroup_ * L::kHalf);
+    uint32_t q = descriptor_low_k_major(q_tile(q_ring().stage));
+    opaque(k);
+    opaque(q);
+    mbarrier_wait(barriers_.q_full + 8 * q_ring().stage, q_ring().phase);
+    wgmma_fence();
+    issue_over_head_dim<T, HeadDim, kRows, L::kKeyChunk, L::kQueryChunk>(s_, k, q);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_dp() {
+    uint32_t v = descriptor_low_k_major(smem_ + L::kV + warpgroup_ * L::kHalf);
+    uint32_t dout = descriptor_low_k_major(dout_tile());
+    opaque(v);
+    opaque(dout);
+    wgmma_fence();
+    issue_over_head_dim<T, HeadDim, kRows, L::kKeyChunk, L::kQueryChunk>(dp_, v, dout);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_dv(bool accumulate) {
+    uint32_t dout = descriptor_low_mn_major(dout_tile(), kRows);
+    opaque(dout);
+    issue_over_rows<T, HeadDim, kRows>(dv_, p_, dout, accumulate);
+  }
+  __device__ __forceinline__ void issue_dk(uint32_t q_stage, bool accumulate) {
+    uint32_t q = descriptor_low_mn_major(q_tile(q_stage), kRows);
+    opaque(q);
+    issue_over_rows<T, HeadDim, kRows>(dk_, ds_, q, accumulate);
+  }
+
+  template <bool Masked>
+  __device__ __forceinline__ void exponentials() {
+    const int first_row = step_ * kRows + 2 * (thread_ & 3);
+    const int first = Masked ? task_.first_visible(first_key()) - first_row : 0;
+    const int first_8 = Masked ? task_.first_visible(first_key() + 8) - first_row : 0;
+    probabilities<kRows, Masked>(s_, stats_ + L::kLse + q_ring().stage * L::kStatBytes,
+                                 grid_.scale_log2, first, first_8);
+  }
+
+  // This warpgroup's half of dS, transposed to rows of queries. The barrier before issue_dq() publishes
+  // it, and with it that the previous dQ has left its buffer.
+  __device__ __forceinline__ void store_ds() {
+    const uint32_t base = ds_store_ + ring_.stage * L::kDsBytes;
+#pragma unroll
+    for (int j = 0; j < kRows / 16; ++j)
+      stmatrix_x4_trans(base + j * 2048, ds_[4 * j], ds_[4 * j + 1], ds_[4 * j + 2], ds_[4 * j + 3]);
+    fence_async_proxy();
+    bulk_wait_read<0>();
+    dq_target_ = dq_head_ + static_cast<int64_t>(step_) * (kRows * HeadDim);
+  }
+
+  __device__ __forceinline__ void next_block() {
+    ++step_;
+    ring_.advance();
+  }
+
+  static constexpr int kDsBarrier = 1, kWarpgroupBarrier = 2;
+
+  // dQ^T of the block whose dS lies in `stage`.
+  __device__ __forceinline__ void issue_dq(uint32_t stage) {
+    uint32_t k = descriptor_low_mn_major(
+        smem_ + L::kK + (HeadDim == 128 ? warpgroup_ * L::kKeyChunk : 0), L::kKeys);
+    uint32_t ds = descriptor_low_k_major(smem_ + L::kDs + stage * L::kDsBytes +
+                                         (HeadDim == 128 ? 0 : warpgroup_ * (L::kDsChunk / 2)));
+    opaque(k);
+    opaque(ds);
+    wgmma_fence();
+    issue_over_keys<T, L::kDqColumns, L::kKeys, L::kDsChunk>(dq(), k, ds);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void store_dq() {
+    float(&x)[L::kDqColumns / 2] = dq();
+#pragma unroll
+    for (int j = 0; j < L::kDqColumns / 8; ++j)
+      shared_store_f32x4(dq_store_ + j * 2048, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+    fence_async_proxy();
+    named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+    bulk_reduce_add_f32_if(thread_ == 0, dq_target_, smem_ + L::kDq + warpgroup_ * L::kDqBytes,
+                           L::kDqBytes);
+  }
+
+  __device__ __forceinline__ void release(uint32_t q_stage, uint32_t dout_stage) {
+    mbarrier_arrive_if(thread_ == 0, barriers_.q_empty + 8 * q_stage);
+    mbarrier_arrive_if(thread_ == 0, barriers_.dout_empty + 8 * dout_stage);
+  }
+
+  // ---- the steps, in the order that BackwardOrder names.
+  __device__ __forceinline__ void first_step() {
+    issue_scores();
+    mbarrier_wait(barriers_.v_full, 0);
+    if constexpr (kScoresAhead) {
+      wgmma_wait<0>();
+      step_scores_ahead<true, false>();
+    } else {
+      scores_to_ds<true>(false);
+    }
+    wgmma_wait<0>();
+  }
+
+  template <bool Masked>
+  __device__ __forceinline__ void step() {
+    if constexpr (kScoresAhead) {
+      step_scores_ahead<Masked, true>();
+    } else if constexpr (WithDq) {
+      finish_dq_issue();
+      issue_scores();
+      wgmma_wait<1>();
+      store_dq();
+      scores_to_ds<Masked>(true);
+    } else {
+      issue_scores();
+      wgmma_wait<1>();
+      release(ring_.stage ^ 1, ring_.stage ^ 1);
+      scores_to_ds<Masked>(true);
+    }
+  }
+
+  __device__ __forceinline__ void last_dq() {
+    if constexpr (!kScoresAhead) finish_dq_issue();
+    wgmma_wait<0>();
+    store_dq();
+  }
+
+  // kValueFirst and kTogether. dV and dK are the only products in flight over a loop's edge: an
+  // accumulator that is read in the next turn would serialise everything (C7514). So a step begins with
+  // dQ of the block before it.
+  __device__ __forceinline__ void finish_dq_issue() {
+    named_barrier_sync(kDsBarrier, 256);
+    if constexpr (kTogether) wgmma_wait<0>();
+    issue_dq(ring_.stage ^ 1);
+    if constexpr (!kTogether) wgmma_wait<1>();
+    release(ring_.stage ^ 1, ring_.stage ^ 1);
+  }
+
+  // From S in flight to dV and dK in flight and dS in shared memory.
+  template <bool Masked>
+  __device__ __forceinline__ void scores_to_ds(bool accumulate) {
+    const uint32_t dout_full = barriers_.dout_full + 8 * ring_.stage;
+    mbarrier_wait(dout_full, ring_.phase);
+    issue_dp();
+    wgmma_wait<1>();
+    exponentials<Masked>();
+    if constexpr (kTogether) {
+      // Passes at once; its branch keeps the exponentials ahead of the wait for dP.
+      mbarrier_wait(dout_full, ring_.phase);
+      wgmma_wait<0>();
+      score_gradients<T, kRows>(ds_, s_, dp_, delta());
+      pack_pairs<T>(p_, s_);
+      wgmma_fence();
+      issue_dv(accumulate);
+      issue_dk(ring_.stage, accumulate);
+      wgmma_commit();
+    } else {
+      pack_pairs<T>(p_, s_);
+      wgmma_fence();
+      issue_dv(accumulate);
+      wgmma_commit();
+      wgmma_wait<1>();
+      score_gradients<T, kRows>(ds_, s_, dp_, delta());
+      wgmma_fence();
+      issue_dk(ring_.stage, accumulate);
+      wgmma_commit();
+    }
+    if constexpr (WithDq) store_ds();
+    next_block();
+  }
+
+  // kScoresAhead. In flight on entry: S of this block, dK and dQ of the one before it; on exit the same
+  // one block further. The exponentials run under dQ, or dK where there is no dQ, the store of dQ under
+  // dV, dS under the next S.
+  template <bool Masked, bool Accumulate>
+  __device__ __forceinline__ void step_scores_ahead() {
+    const uint32_t q_stage = q_ring().stage;
+    wgmma_wait<1>();
+    exponentials<Masked>();
+    pack_pairs<T>(p_, s_);
+    mbarrier_wait(barriers_.dout_full + 8 * ring_.stage, ring_.phase);
+    wgmma_fence();
+    issue_dv(Accumulate);
+    wgmma_commit();
+    if constexpr (Accumulate) {
+      wgmma_wait<1>();
+      release(q_stage == 0 ? L::kQStages - 1 : q_stage - 1, ring_.stage ^ 1);
+      if constexpr (WithDq) store_dq();
+    }
+    issue_dp();
+    own_q_ring_.advance();
+    issue_scores();  // of the next block; after the last one of nothing, and nobody reads it
+    wgmma_wait<1>();
+    score_gradients<T, kRows>(ds_, p_, dp_, delta());
+    wgmma_fence();
+    issue_dk(q_stage, Accumulate);
+    wgmma_commit();
+    if constexpr (WithDq) {
+      store_ds();
+      named_barrier_sync(kDsBarrier, 256);
+      issue_dq(ring_.stage);
+    }
+    ++step_;
+    ring_.advance();
+  }
+
+  // ---- the end: dV into V's place in shared memory, dK into K's once both warpgroups are done with K
+  __device__ __forceinline__ void store_gradients() {
+    to_shared(dv_, smem_ + L::kV, 1.f);
+    named_barrier_sync(kDsBarrier, 256);
+    to_shared(dk_, smem_ + L::kK, grid_.scale);
+    store_shared();
+  }
+
+  __device__ __forceinline__ void to_shared(float (&x)[HeadDim / 2], uint32_t tile, float factor) {
+    fragments_to_shared<T, HeadDim>(x, tile + warpgroup_ * L::kHalf, L::kKeyChunk, factor,
+                                    first_key() < task_.kv_len, first_key() + 8 < task_.kv_len);
+  }
+
+  __device__ __forceinline__ void store_zeros() {
+    // Both tiles, which lie one behind the other, chunk by chunk.
+    clear_chunks(smem_ + L::kK + warpgroup_ * L::kHalf, 2 * L::kChunks, L::kKeyChunk);
+    store_shared();
+  }
+
+  __device__ __forceinline__ void store_shared() {
+    fence_async_proxy();
+    named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+    if (thread_ == 0) {
+      const int first_key = task_.first_key + 64 * warpgroup_;
+#pragma unroll
+      for (int chunk = 0; chunk < L::kChunks; ++chunk) {
+        const uint32_t from = smem_ + chunk * L::kKeyChunk + warpgroup_ * L::kHalf;
+        tma_store_4d(&maps_.dv, from + L::kV, chunk * 64, first_key, task_.kv_head, task_.b);
+        tma_store_4d(&maps_.dk, from + L::kK, chunk * 64, first_key, task_.kv_head, task_.b);
+      }
+      bulk_commit();
+      bulk_wait<0>();
+    }
+  }
+
+  // dQ takes the registers of dP, which is consumed before dQ starts, where they are as many; sharing
+  // a part of them would serialise the products (C7511).
+  static constexpr bool kOwnDq = WithDq && L::kDqColumns != kRows;
+
+  __device__ __forceinline__ float (&dq())[L::kDqColumns / 2] {
+    if constexpr (kOwnDq)
+      return own_dq_;
+    else
+      return dp_;
+  }
+
+  const BackwardMaps& maps_;
+  const BackwardParams& params_;
+  const BackwardGrid& grid_;
+  const BackwardTask& task_;
+  const BackwardBarriers& barriers_;
+  const uint32_t smem_;
+  const int warpgroup_, thread_;
+
+  float s_[kRows / 2], dp_[kRows / 2], dk_[HeadDim / 2], dv_[HeadDim / 2];
+  float own_dq_[L::kDqColumns / 2];  // kOwnDq only
+  uint32_t p_[kRows / 4], ds_[kRows / 4];
+  uint32_t stats_, ds_store_, dq_store_;
+  int step_ = 0;
+  RingPosition<L::kDoutStages> ring_;     // of dO, delta and dS
+  RingPosition<L::kQStages> own_q_ring_;  // of Q and lse, kScoresAhead only
+  float *dq_head_ = nullptr, *dq_target_ = nullptr;
+};
+
+template <class T, int HeadDim, bool WithDq>
+__global__ void __launch_bounds__(384, 1)
+    backward_keys_sm90_kernel(const __grid_constant__ BackwardMaps maps,
+                         const __grid_constant__ BackwardParams params,
+                         const __grid_constant__ BackwardGrid grid) {
+  using L = BackwardLayout<HeadDim, WithDq>;
+  extern __shared__ char raw_smem[];
+  const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
+  const BackwardBarriers barriers(smem + L::kBarriers, L::kQStages);
+  __shared__ BackwardTask task;
+  if (threadIdx.x == 0) {
+    barriers.init(L::kQStages);
+    task = find_task(params.forward, grid, L::kRows, L::kKeys);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  grid_dependency_trigger();
+  if (warpgroup == 0) {
+    registers_release<24>();
+    if (threadIdx.x >= 32) return;
+    if (task.steps() == 0)
+      grid_dependency_wait();  // the pass after this kernel relies on every block having waited
+    else
+      produce<L, HeadDim>(maps, params, grid, task, barriers, smem, threadIdx.x);
+  } else {
+    registers_claim<240>();
+    BackwardConsumer<T, HeadDim, WithDq>(maps, params, grid, task, barriers, smem, warpgroup - 1).run();
+  }
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_BACKWARD_KEYS_SM90_CUH_

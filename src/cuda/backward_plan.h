@@ -1,0 +1,136 @@
+// The tiles of the Hopper backward and why, what it takes, and what a call costs in workspace. Host code:
+// no CUDA.
+#ifndef FLASHATTN_CUDA_BACKWARD_PLAN_H_
+#define FLASHATTN_CUDA_BACKWARD_PLAN_H_
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace flashattn {
+
+// Two ways. Up to H 128 one kernel owns keys and adds dQ to an fp32 accumulator, which a last pass
+// converts. Deterministic calls and larger head dims (whose accumulator L2 could not add fast enough)
+// compute dK, dV and dQ in two kernels and have no accumulator: 7 products instead of 5, no passes over it.
+constexpr bool backward_accumulates_dq(int head_dim, bool deterministic) {
+  return head_dim <= 128 && !deterministic;
+}
+
+// The compiled head dim that runs this one; the columns between are zero in shared memory. 0: none.
+constexpr int backward_head_dim_sm90(int head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : head_dim <= 256 ? 256 : 0;
+}
+
+// The order of a step of the kernel that owns keys (backward_keys_sm90.cuh).
+enum class BackwardOrder {
+  kValueFirst,   // dV starts before dS is formed, dQ one block late
+  kTogether,     // dV and dK start together, dQ one block late: least registers
+  kScoresAhead,  // the next S starts before dK; the exponentials run under dQ
+};
+
+struct BackwardTile {
+  int rows;      // query rows of a step
+  int q_stages;  // buffers of Q; dO has two
+  BackwardOrder order;
+  int unroll;  // unmasked steps between two full waits
+};
+
+// With dQ. H 128: 64 rows leave registers for dV to start before dS is formed (80 rows were 2 % faster
+// without a mask and slower with one). H 64: 128 rows, since dK and dV take half the registers.
+constexpr BackwardTile backward_tile_sm90(int compiled_head_dim) {
+  return compiled_head_dim == 128 ? BackwardTile{64, 2, BackwardOrder::kValueFirst, 2}
+                                  : BackwardTile{128, 2, BackwardOrder::kTogether, 1};
+}
+
+// Without dQ. At H 128 the next S does not fit beside a running dK.
+constexpr BackwardTile backward_dkv_tile_sm90(int compiled_head_dim) {
+  return compiled_head_dim == 128 ? BackwardTile{64, 2, BackwardOrder::kValueFirst, 2}
+                                  : BackwardTile{64, 3, BackwardOrder::kScoresAhead, 2};
+}
+
+// The kernel of dQ alone, 128 query rows a block: as many keys a step as registers (S, dP, dS, dQ: up to
+// 192 of 240) and shared memory hold.
+struct BackwardDqTile {
+  int keys;
+  int v_stages;  // buffers of V; K has two
+};
+constexpr BackwardDqTile backward_dq_tile_sm90(int compiled_head_dim) {
+  switch (compiled_head_dim) {
+    case 64:
+      return {128, 2};
+    case 128:
+      return {96, 2};
+    case 192:
+      return {80, 2};
+    default:
+      return {64, 1};
+  }
+}
+
+// Heads whose blocks are interleaved. Under a causal mask the long blocks of several heads start first and
+// the short ones fill the end; without one, a head at a time keeps L2 warm.
+constexpr int backward_section_sm90(bool causal, int compiled_head_dim) {
+  return !causal ? 1 : compiled_head_dim == 64 ? 8 : 16;
+}
+
+// Query rows of a head in the workspace: whole steps of every tile.
+constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127) / 128 * 128; }
+
+// Floats of workspace: lse in log2 units and delta for every row, and the accumulator of dQ.
+constexpr int64_t backward_workspace(const Problem& problem, bool deterministic) {
+  const int64_t rows =
+      int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
+  const bool accumulates = backward_accumulates_dq(problem.head_dim, deterministic);
+  return rows * (2 + (accumulates ? backward_head_dim_sm90(problem.head_dim) : 0));
+}
+
+struct BackwardWorkspace {
+  float *lse2, *delta, *dq;  // (B, N, padded rows); dq in the order of DqFragment
+  int64_t padded_rows;
+
+  constexpr explicit BackwardWorkspace(const BackwardParams& params)
+      : lse2(params.workspace), delta(nullptr), dq(nullptr), padded_rows(0) {
+    const Problem& problem = params.forward.problem;
+    padded_rows = backward_padded_rows(problem.q_len);
+    const int64_t rows = int64_t{problem.batch} * problem.q_heads * padded_rows;
+    delta = lse2 + rows;
+    dq = delta + rows;
+  }
+};
+
+// Whether the Hopper kernels take a call, else why not.
+inline bool backward_sm90_supports(const BackwardParams& params, const char** reason) {
+  const PrefillParams& forward = params.forward;
+  const Problem& problem = forward.problem;
+  const Scores& scores = forward.scores;
+  const auto refuse = [&](const char* why) {
+    *reason = why;
+    return false;
+  };
+  const auto readable = [](const Strided& x) {
+    return x.batch % 8 == 0 && x.seq % 8 == 0 && x.head % 8 == 0 &&
+           reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+  };
+  if (problem.dtype != DType::kF16 && problem.dtype != DType::kBF16)
+    return refuse("the Hopper backward takes float16 and bfloat16");
+  if (problem.batch == 0 || problem.q_len == 0 || problem.kv_len == 0)
+    return refuse("the Hopper backward takes at least one query and one key");
+  if (problem.head_dim % 8 != 0 || backward_head_dim_sm90(problem.head_dim) == 0)
+    return refuse("the Hopper backward takes head dims that are multiples of 8 up to 256");
+  if (problem.value_dim != problem.head_dim)
+    return refuse("the Hopper backward takes a value dim equal to the head dim");
+  if (scores.softcap != 0.0) return refuse("the Hopper backward has no soft cap");
+  if (scores.window_left != kUnlimited ||
+      (scores.window_right != kUnlimited && scores.window_right != 0))
+    return refuse("the Hopper backward has no sliding window");
+  if (forward.features.any_mask_or_bias() || forward.features.sinks)
+    return refuse("the Hopper backward has no bias, mask, segments or sinks");
+  for (const Strided* x : {&forward.q, &forward.k, &forward.v, &forward.o, &params.dout, &params.dq,
+                           &params.dk, &params.dv})
+    if (!readable(*x)) return refuse("the Hopper backward takes operands aligned to 16 bytes");
+  return true;
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_BACKWARD_PLAN_H_

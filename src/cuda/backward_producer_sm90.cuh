@@ -1,0 +1,160 @@
+// The first half of the Hopper kernels that own keys and walk over query rows: which keys and which rows,
+// the barriers, and the warp that loads the tiles.
+#ifndef FLASHATTN_CUDA_BACKWARD_PRODUCER_SM90_CUH_
+#define FLASHATTN_CUDA_BACKWARD_PRODUCER_SM90_CUH_
+
+#include "backward_passes.cuh"
+#include "backward_plan.h"
+#include "backward_sm90_parts.cuh"
+#include "device.h"
+#include "params.h"
+#include "ptx_sm90.cuh"
+
+namespace flashattn {
+
+struct BackwardBarriers {
+  uint32_t k_full, v_full, repair;
+  uint32_t q_full, q_empty, dout_full, dout_empty;  // of stage 0, the next 8 bytes further
+
+  __device__ BackwardBarriers(uint32_t base, int q_stages)
+      : k_full(base), v_full(base + 8), repair(base + 16), q_full(base + 24),
+        q_empty(q_full + 8 * q_stages), dout_full(q_empty + 8 * q_stages), dout_empty(dout_full + 16) {}
+
+  __device__ void init(int q_stages) const {
+    for (uint32_t barrier : {k_full, v_full, repair}) mbarrier_init(barrier, 1);
+    for (int i = 0; i < q_stages; ++i) {
+      mbarrier_init(q_full + 8 * i, 1);
+      mbarrier_init(q_empty + 8 * i, 2);  // one arrival a warpgroup
+    }
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(dout_full + 8 * i, 1);
+      mbarrier_init(dout_empty + 8 * i, 2);
+    }
+    mbarrier_init_fence();
+  }
+};
+
+struct BackwardMaps {
+  CUtensorMap q, dout, k, v, dk, dv;
+};
+
+// What follows from the parameters, computed by the host so that it costs no registers.
+struct BackwardGrid {
+  int key_blocks, section;  // section: key/value heads whose key blocks are interleaved
+  int group;                // query heads of a key/value head
+  float scale, scale_log2;  // of the scores; in log2 units
+  BackwardWorkspace workspace;
+};
+
+// ---- which keys a block owns and which query rows it walks over. Lives in shared memory: what a step
+// does not need must not cost registers.
+struct BackwardTask {
+  int b, kv_head, first_key, kv_len;
+  int row_shift;  // under a causal mask row i sees key j iff i >= j - row_shift
+  bool causal;
+  RowRange valid;
+  int first_step, masked_end, end_step;  // steps before masked_end need the mask
+
+  __device__ __forceinline__ int steps() const { return end_step - first_step; }
+
+  // First query row that sees this key.
+  __device__ __forceinline__ int first_visible(int key) const {
+    if (key >= kv_len) return 1 << 30;
+    return causal ? key - row_shift : -(1 << 30);
+  }
+};
+
+__device__ inline BackwardTask find_task(const PrefillParams& forward, const BackwardGrid& grid,
+                                         int rows, int keys) {
+  const Problem& problem = forward.problem;
+  // Inside a section heads run fastest and keys upwards: under a causal mask the longest blocks first.
+  const int heads = problem.batch * problem.kv_heads, per_section = grid.key_blocks * grid.section;
+  const int section = blockIdx.x / per_section, inside = blockIdx.x % per_section;
+  const int section_heads = min(grid.section, heads - section * grid.section);
+  const int head = section * grid.section + inside % section_heads;
+  BackwardTask task;
+  task.b = head / problem.kv_heads;
+  task.kv_head = head % problem.kv_heads;
+  task.first_key = inside / section_heads * keys;
+  task.kv_len = forward.kv_length(task.b);
+  task.causal = forward.scores.window_right == 0;
+  task.row_shift = forward.scores.bottom_right ? task.kv_len - forward.q_length(task.b) : 0;
+  task.valid = rows_with_keys(forward, task.b);
+
+  const int last_key = task.first_key + keys - 1;
+  const int end = task.first_key < task.kv_len ? (task.valid.end + rows - 1) / rows : 0;
+  task.first_step = task.causal ? min(end, max(0, task.first_key - task.row_shift) / rows) : 0;
+  task.end_step = end;
+  task.masked_end = task.first_step;
+  if (last_key >= task.kv_len)
+    task.masked_end = end;
+  else if (task.causal)
+    task.masked_end = max(task.first_step,
+                          min(end, (max(0, last_key - task.row_shift) + rows - 1) / rows));
+  return task;
+}
+
+// ---- the producer warp
+template <class L, int HeadDim>
+__device__ __forceinline__ void produce(const BackwardMaps& maps, const BackwardParams& params,
+                                        const BackwardGrid& grid, const BackwardTask& task,
+                                        const BackwardBarriers& barriers, uint32_t smem, int lane) {
+  const PrefillParams& forward = params.forward;
+  const Problem& problem = forward.problem;
+  const RowRange keys{0, task.kv_len};
+  BackwardLoader<HeadDim> loader{barriers.repair, lane};
+  RingPosition<L::kQStages> q_ring;
+  RingPosition<L::kDoutStages> dout_ring;
+
+  loader.template load<L::kKeys>(smem + L::kK, &maps.k, barriers.k_full, task.first_key,
+                                 task.kv_head, task.b % forward.k.batches, keys, problem.kv_len, 0);
+  grid_dependency_wait();  // lse2 and delta; the tiles do not depend on the pass before
+#pragma unroll 1
+  for (int g = 0; g < grid.group; ++g) {
+    const int head = task.kv_head * grid.group + g;
+    const auto stats_row = [&](int row) {
+      return (int64_t{task.b} * problem.q_heads + head) * grid.workspace.padded_rows + row;
+    };
+#pragma unroll 1
+    for (int step = task.first_step; step < task.end_step; ++step) {
+      const int row = step * L::kRows;
+      const uint32_t q_full = barriers.q_full + 8 * q_ring.stage;
+      mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
+      loader.template load<L::kRows>(smem + L::kQ + q_ring.stage * L::kQueryBytes, &maps.q, q_full,
+                                     row, head, task.b % forward.q.batches, task.valid,
+                                     problem.q_len, L::kStatBytes);
+      if (lane == 0)
+        bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes, grid.workspace.lse2 + stats_row(row),
+                  L::kStatBytes, q_full);
+      q_ring.advance();
+
+      if (g == 0 && step == task.first_step)
+        loader.template load<L::kKeys>(smem + L::kV, &maps.v, barriers.v_full, task.first_key,
+                                       task.kv_head, task.b % forward.v.batches, keys,
+                                       problem.kv_len, 0);
+
+      const uint32_t dout_full = barriers.dout_full + 8 * dout_ring.stage;
+      mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
+      loader.template load<L::kRows>(smem + L::kDout + dout_ring.stage * L::kQueryBytes, &maps.dout,
+                                     dout_full, row, head, task.b, task.valid, problem.q_len,
+                                     L::kStatBytes);
+      if (lane == 0)
+        bulk_load(smem + L::kDelta + dout_ring.stage * L::kStatBytes,
+                  grid.workspace.delta + stats_row(row), L::kStatBytes, dout_full);
+      dout_ring.advance();
+    }
+  }
+  // Consumers that look one tile ahead find one more, and do not use what they make of it.
+  if constexpr (L::kQAhead) {
+    mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
+    if (lane == 0) mbarrier_arrive(barriers.q_full + 8 * q_ring.stage);
+  }
+  if constexpr (L::kDoutAhead) {
+    mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
+    if (lane == 0) mbarrier_arrive(barriers.dout_full + 8 * dout_ring.stage);
+  }
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_BACKWARD_PRODUCER_SM90_CUH_

@@ -1,0 +1,117 @@
+// The Hopper backward: which kernels a call needs, one after the other on its stream.
+#ifndef FLASHATTN_CUDA_BACKWARD_SM90_CUH_
+#define FLASHATTN_CUDA_BACKWARD_SM90_CUH_
+
+#include "backward_dq_sm90.cuh"
+#include "backward_keys_sm90.cuh"
+#include "backward_passes.cuh"
+#include "backward_plan.h"
+#include "backward_wide_sm90.cuh"
+#include "device.h"
+#include "params.h"
+
+namespace flashattn {
+
+// One block of a pass for every `rows` query rows of a head.
+inline Status launch_backward_pass(const char* name, const void* kernel, int rows,
+                                   const BackwardParams& params, bool programmatic,
+                                   const Device& device, cudaStream_t stream) {
+  const Problem& problem = params.forward.problem;
+  const unsigned blocks =
+      static_cast<unsigned>(problem.batch) * problem.q_heads * ((problem.q_len + rows - 1) / rows);
+  BackwardParams mutable_params = params;
+  void* args[] = {&mutable_params};
+  return launch({name, kernel, dim3(blocks), kPassThreads, 0, 1, programmatic}, args, device, stream);
+}
+
+template <class T, int HeadDim, bool ZeroDq>
+Status launch_backward_prepare(const BackwardParams& params, const Device& device,
+                               cudaStream_t stream) {
+  const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim, ZeroDq>);
+  return launch_backward_pass("backward_prepare", kernel, PassShape<HeadDim>::kRows, params, false,
+                              device, stream);
+}
+
+template <class T, int HeadDim>
+Status launch_backward_finish(const BackwardParams& params, const Device& device,
+                              cudaStream_t stream) {
+  const void* kernel = reinterpret_cast<const void*>(&backward_finish_kernel<T, HeadDim>);
+  return launch_backward_pass("backward_finish", kernel, PassShape<HeadDim>::kRows, params, true,
+                              device, stream);
+}
+
+// A kernel that owns keys, programmatically behind the prepare pass. L is its layout.
+template <class L, int HeadDim>
+Status launch_backward_keys(const char* name, const void* kernel, const BackwardParams& params,
+                            const Device& device, cudaStream_t stream) {
+  static_assert(L::kBytes <= 232448, "shared memory of a Hopper block");
+  const PrefillParams& forward = params.forward;
+  const Problem& problem = forward.problem;
+  BackwardMaps maps;
+  const auto queries = [&](CUtensorMap* map, const Strided& x) {
+    return encode_backward_map(map, x, problem, problem.q_len, problem.q_heads, L::kRows);
+  };
+  const auto keys = [&](CUtensorMap* map, const Strided& x, int box_rows) {
+    return encode_backward_map(map, x, problem, problem.kv_len, problem.kv_heads, box_rows);
+  };
+  if (Status s = queries(&maps.q, forward.q); !s.ok()) return s;
+  if (Status s = queries(&maps.dout, params.dout); !s.ok()) return s;
+  if (Status s = keys(&maps.k, forward.k, L::kKeys); !s.ok()) return s;
+  if (Status s = keys(&maps.v, forward.v, L::kKeys); !s.ok()) return s;
+  if (Status s = keys(&maps.dk, params.dk, 64); !s.ok()) return s;  // stored 64 keys at a time
+  if (Status s = keys(&maps.dv, params.dv, 64); !s.ok()) return s;
+
+  const float scale = static_cast<float>(forward.scores.scale);
+  BackwardGrid grid{(problem.kv_len + L::kKeys - 1) / L::kKeys,
+                    backward_section_sm90(forward.scores.window_right == 0, HeadDim),
+                    problem.group(),
+                    scale,
+                    scale * kLog2e,
+                    BackwardWorkspace(params)};
+  BackwardParams mutable_params = params;
+  void* args[] = {&maps, &mutable_params, &grid};
+  const unsigned blocks = static_cast<unsigned>(problem.batch) * problem.kv_heads * grid.key_blocks;
+  return launch({name, kernel, dim3(blocks), 384, L::kBytes, 1, true}, args, device, stream);
+}
+
+template <class T, int HeadDim, bool WithDq>
+Status launch_backward_keys_sm90(const BackwardParams& params, const Device& device,
+                                 cudaStream_t stream) {
+  const void* kernel = reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, WithDq>);
+  return launch_backward_keys<BackwardLayout<HeadDim, WithDq>, HeadDim>("backward_keys_sm90", kernel,
+                                                                        params, device, stream);
+}
+
+template <class T, int HeadDim>
+Status launch_backward_wide_sm90(const BackwardParams& params, const Device& device,
+                                 cudaStream_t stream) {
+  const void* kernel = reinterpret_cast<const void*>(&backward_wide_sm90_kernel<T, HeadDim>);
+  return launch_backward_keys<BackwardWideLayout<HeadDim>, HeadDim>("backward_wide_sm90", kernel,
+                                                                    params, device, stream);
+}
+
+template <class T, int HeadDim>
+Status launch_backward_sm90(const BackwardParams& params, const Device& device,
+                            cudaStream_t stream) {
+  if constexpr (HeadDim <= 128) {
+    if (!params.deterministic) {
+      if (Status s = launch_backward_prepare<T, HeadDim, true>(params, device, stream); !s.ok())
+        return s;
+      if (Status s = launch_backward_keys_sm90<T, HeadDim, true>(params, device, stream); !s.ok())
+        return s;
+      return launch_backward_finish<T, HeadDim>(params, device, stream);
+    }
+  }
+  if (Status s = launch_backward_prepare<T, HeadDim, false>(params, device, stream); !s.ok()) return s;
+  if constexpr (HeadDim <= 128) {
+    if (Status s = launch_backward_keys_sm90<T, HeadDim, false>(params, device, stream); !s.ok())
+      return s;
+  } else {
+    if (Status s = launch_backward_wide_sm90<T, HeadDim>(params, device, stream); !s.ok()) return s;
+  }
+  return launch_backward_dq_sm90<T, HeadDim>(params, device, stream);
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_BACKWARD_SM90_CUH_

@@ -1,0 +1,97 @@
+// The second kernel of a decode call whose splits could not merge inside a cluster.
+#ifndef FLASHATTN_CUDA_DECODE_COMBINE_CUH_
+#define FLASHATTN_CUDA_DECODE_COMBINE_CUH_
+
+#include "decode_locate.cuh"
+#include "decode_merge.cuh"
+
+namespace flashattn {
+
+constexpr int kCombineThreads = 256;
+
+// A weighted sum of partial outputs, by the largest maximum among them.
+struct Combined {
+  float max = kNoScore, sum = 0.0f;
+  float4 values = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  // Adds Count of them; their loads are all in flight together.
+  template <int Count>
+  __device__ void add(const float2 (&stats)[Count], const float4 (&outs)[Count]) {
+    float raised = max;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) raised = fmaxf(raised, stats[i].x);
+    const float scale = exp2_approx(max - raised);
+    max = raised;
+    sum *= scale;
+    values = weighted(scale, values);
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      const float weight = exp2_approx(stats[i].x - raised);
+      sum = fmaf(weight, stats[i].y, sum);
+      values = add_weighted(values, weight, outs[i]);
+    }
+  }
+};
+
+// Rows of a block: all of a kv head in a ragged batch, where most blocks find nothing to combine.
+constexpr int combined_rows(const DecodePlan& plan, int rows) {
+  return plan.extra_blocks > 0 ? rows : 1;
+}
+
+// A thread for each item of a row, and as many groups of them, each with every groups-th split, as
+// fit. Splits, then groups, are summed in their order.
+template <class T, bool ByteCache>
+__global__ void __launch_bounds__(kCombineThreads)
+    decode_combine_kernel(const __grid_constant__ DecodeArgs args) {
+  constexpr int kBatch = 4;
+  __shared__ float4 group_values[kCombineThreads];
+  __shared__ float2 group_stats[kCombineThreads];
+  const Partials partials(args);
+  const int items = partials.width / 4, groups = kCombineThreads / items;
+  const int group = threadIdx.x / items, item = threadIdx.x % items;
+  const int rows = combined_rows(args.plan, partials.rows);
+  const int pair = blockIdx.x / (partials.rows / rows);
+  const int first_row = blockIdx.x % (partials.rows / rows) * rows;
+  const int kv_heads = args.params.problem.kv_heads;
+  const int batch = pair / kv_heads, kv_head = pair % kv_heads;
+  const PartialSlots slots(args, batch, kv_head, threadIdx.x % 32);
+  if (slots.splits == 1) return;
+
+  for (int row = first_row; row < first_row + rows; ++row) {
+    Combined mine;
+    if (group < groups) {
+      for (int first = group; first < slots.splits; first += kBatch * groups) {
+        float2 stats[kBatch];
+        float4 outs[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int split = first + i * groups;
+          const int64_t index = partials.index(slots.of_part(split), row);
+          const bool exists = split < slots.splits;
+          stats[i] = exists ? __ldcg(partials.stats + index) : make_float2(kNoScore, 0.0f);
+          outs[i] =
+              exists ? __ldcg(partials.out(index) + item) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+        mine.add(stats, outs);
+      }
+      group_values[threadIdx.x] = mine.values;
+      if (item == 0) group_stats[group] = make_float2(mine.max, mine.sum);
+    }
+    __syncthreads();
+    if (group == 0) {
+      Combined all;
+      for (int i = 0; i < groups; ++i) {
+        const float2 stats[1] = {group_stats[i]};
+        const float4 values[1] = {group_values[i * items + item]};
+        all.add(stats, values);
+      }
+      const DecodeRow where(args, batch, kv_head, row);
+      store_item<T, ByteCache>(args.params, where, item, all.values, all.max, all.sum);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_DECODE_COMBINE_CUH_

@@ -1,0 +1,288 @@
+// How a decode call is cut into blocks, and what it needs of shared memory and workspace. Host
+// code: no CUDA header. docs/kernels/decode.md has the measurements behind the choices.
+#ifndef FLASHATTN_CUDA_DECODE_PLAN_H_
+#define FLASHATTN_CUDA_DECODE_PLAN_H_
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace flashattn {
+
+// ---- Geometry
+
+constexpr int kDecodeColumns = 8;  // query rows of a column block: the n of mma.m16n8k16
+constexpr int kDecodeMaxWarps = 8;
+constexpr int kDecodeMaxStages = 4;
+constexpr int kDecodeMaxCluster = 8;
+
+constexpr int divide_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+// Column blocks that fit the registers beside their accumulators. Tiles of bytes have more tokens.
+constexpr int decode_max_column_blocks(int head_dim, int cache_width) {
+  return head_dim <= 64 * cache_width ? 4 : head_dim <= 256 ? 2 : 1;
+}
+// Tokens of a tile: the unit of the rings, one step of a warp. 4 KB and more keep a warp's step
+// long enough to pay for its vote and its shuffles.
+constexpr int decode_tile_tokens(int row_bytes) { return row_bytes <= 128 ? 32 : 16; }
+constexpr int decode_tile_bytes(int row_bytes) { return decode_tile_tokens(row_bytes) * row_bytes; }
+
+// Query fragments stay in registers as long as these are few, else all warps share them.
+constexpr bool decode_query_in_registers(int head_dim, int column_blocks) {
+  return head_dim * column_blocks <= 256;
+}
+
+// A warp's accumulators on their way to the merge: head_dim / 8 floats for each of 8 accumulator
+// rows of each of 8 columns. The paddings make the 16-byte stores of a warp, and the loads of 8
+// consecutive rows, meet every bank once.
+constexpr int decode_staged_row(int head_dim) {
+  return head_dim / 8 + (head_dim / 8 % 8 == 4 ? 0 : 4);
+}
+constexpr int decode_staged_column(int head_dim) { return 8 * decode_staged_row(head_dim) + 4; }
+
+// Floats of a partial output: whole groups of 32 dims.
+constexpr int decode_partial_width(int value_dim) { return divide_up(value_dim, 32) * 32; }
+
+// Offsets into the dynamic shared memory of a block, in bytes.
+struct DecodeSmem {
+  int warp_region;     // the ring of each warp, later its staged accumulators
+  int received;        // cluster: this block's share of the accumulators of each block
+  int received_stats;  // cluster: (max, sum) of each block and query row
+  int query;           // fragments, when not in registers
+  int query_scales;    // 8-bit caches: a float for each query row
+  int stats;           // (max, sum) of each warp and column of one column block
+  int notes;           // what a warp remembers of the tiles in its ring: DecodeTileNotes
+  int barrier;
+  int total;
+};
+
+// Beside each tile: which of its tokens have a page and, for 8-bit caches, the scales of the
+// tokens.
+constexpr int decode_notes_bytes(int row_bytes, int cache_width) {
+  return 16 + (cache_width == 1 ? 2 * 4 * decode_tile_tokens(row_bytes) : 0);
+}
+
+constexpr DecodeSmem decode_smem(int head_dim, int cache_width, int column_blocks, int warps,
+                                 int stages, int cluster) {
+  const int rows = column_blocks * kDecodeColumns;
+  const int row_bytes = head_dim * cache_width;
+  const int ring = stages * 2 * decode_tile_bytes(row_bytes);
+  const int staged = kDecodeColumns * decode_staged_column(head_dim) * 4;
+  DecodeSmem smem = {};
+  smem.warp_region = divide_up(max_int(ring, staged), 128) * 128;
+  smem.received = warps * smem.warp_region;
+  smem.received_stats = smem.received + (cluster > 1 ? rows * head_dim * 4 : 0);
+  smem.query = smem.received_stats + (cluster > 1 ? cluster * rows * 8 : 0);
+  smem.query_scales =
+      smem.query + (decode_query_in_registers(head_dim, column_blocks) ? 0 : rows * head_dim * 2);
+  smem.stats = smem.query_scales + (cache_width == 1 ? rows * 4 : 0);
+  smem.notes = smem.stats + warps * kDecodeColumns * 8;
+  smem.barrier = smem.notes + warps * stages * decode_notes_bytes(row_bytes, cache_width);
+  smem.total = smem.barrier + 16;
+  return smem;
+}
+
+// n / divisor for 0 <= n < 2^31 by one high multiplication.
+struct FastDivisor {
+  uint32_t divisor = 1, multiplier = 1, shift = 0;
+
+  constexpr FastDivisor() = default;
+  constexpr explicit FastDivisor(int d) : divisor(d) {
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
+  }
+};
+
+// ---- Plan
+
+// The facts of a GPU that the plan depends on.
+struct DecodeDevice {
+  int sm_count, major, shared_memory_per_block;
+
+  // The code for 9.0 alone has the cluster merge.
+  constexpr bool merges_in_clusters() const { return major == 9; }
+};
+
+struct DecodePlan {
+  int column_blocks = 1;  // of 8 query rows: what a block holds
+  int row_blocks = 1;     // blocks for the query rows of one kv head
+  int splits = 1;         // blocks for the keys of each of them
+  int cluster = 1;        // splits when they merge inside a cluster, else 1
+  int warps = kDecodeMaxWarps;
+  int stages = 1;        // tiles of keys, and of values, in a warp's ring
+  int extra_blocks = 0;  // ragged: blocks of a kv head and row block beside one for each sequence
+  DecodeSmem smem = {};
+  const char* reason = "";
+
+  constexpr bool combines() const { return extra_blocks > 0 || (splits > 1 && cluster == 1); }
+  // Places for the partial outputs of a (sequence, kv head), or of an extra block.
+  constexpr int64_t partial_slots(const Problem& problem) const {
+    return int64_t{problem.kv_heads} * (int64_t{problem.batch} * splits + extra_blocks);
+  }
+};
+
+// More splits than this never paid, and the workspace has to be known without the device.
+constexpr int decode_max_splits(int batch, int kv_heads) {
+  constexpr int kMaxBlocks = 512, kMaxSplits = 128;
+  const int64_t pairs = max_int(1, int64_t{batch} * kv_heads);
+  return max_int(kDecodeMaxCluster, min_int(kMaxBlocks / pairs, kMaxSplits));
+}
+
+// Floats of workspace that any plan for such a call may use, on whatever device.
+constexpr int64_t decode_workspace(int batch, int q_len, int q_heads, int kv_heads, int value_dim,
+                                   int num_splits) {
+  const int64_t rows = int64_t{batch} * q_len * q_heads;
+  const int splits = num_splits > 0 ? num_splits : decode_max_splits(batch, kv_heads);
+  return splits == 1 ? 0 : rows * splits * (decode_partial_width(value_dim) + 2);
+}
+
+namespace decode_plan_internal {
+
+constexpr int power_of_two_below(int64_t n) {
+  int power = 1;
+  while (2 * power <= n) power *= 2;
+  return power;
+}
+
+// What the choice of splits looks at.
+struct Work {
+  int64_t pairs;  // (sequence, kv head, row block)
+  int rows;       // query rows of a pair
+  int row_bytes;  // of a token of a kv head, in the K cache
+  int tiles;      // that a sequence can have at most
+};
+
+struct Cut {
+  int splits, cluster;
+  const char* reason;
+  int extra_blocks = 0;
+};
+
+// Microseconds on an H200, fitted to 105 measured points: one block draws 0.115 TB/s, all 4.5.
+constexpr double stream_time(const Work& work, double blocks) {
+  const double megabytes =
+      2e-6 * work.pairs * work.tiles * static_cast<double>(decode_tile_bytes(work.row_bytes));
+  const double rate = 0.115 * blocks;
+  return megabytes / (rate < 4.5 ? rate : 4.5);
+}
+constexpr double combine_time(const Work& work, int splits) {
+  return 1.2 + 0.0018 * static_cast<double>(work.pairs * work.rows) + 0.014 * splits;
+}
+
+constexpr Cut cut_for_clusters(const Work& work, int sm_count, int max_splits) {
+  // Two blocks of a small head dim share an SM.
+  const int64_t slots = work.row_bytes <= 128 ? 2 * sm_count : sm_count;
+  const int by_tiles = power_of_two_below(divide_up(work.tiles, kDecodeMaxWarps));
+  const int cluster =
+      min_int(min_int(kDecodeMaxCluster, by_tiles), power_of_two_below(slots / work.pairs));
+  // A cluster of 8 feeds 8 SMs. Few pairs with long caches want more, if that pays for a second
+  // kernel.
+  const int splits = min_int(sm_count / work.pairs, min_int(max_splits, by_tiles));
+  if (splits > kDecodeMaxCluster &&
+      stream_time(work, static_cast<double>(work.pairs * splits)) + combine_time(work, splits) <
+          stream_time(work, static_cast<double>(work.pairs * cluster)))
+    return {splits, 1, "few kv heads and a long cache: partials and a combine kernel"};
+  if (cluster == 1) return {1, 1, "a short cache: one block per kv head"};
+  return {cluster, cluster, "splits merge inside a cluster"};
+}
+
+constexpr Cut cut_for_partials(const Work& work, int sm_count, int max_splits) {
+  const int64_t slots = 2 * int64_t{sm_count};
+  const int by_tiles = divide_up(work.tiles, kDecodeMaxWarps);
+  const int splits = max_int(1, min_int(slots / work.pairs, min_int(max_splits, by_tiles)));
+  if (splits == 1) return {1, 1, "a short cache: one block per kv head"};
+  return {splits, 1, "partials and a combine kernel"};
+}
+
+// One block for each pair. Where lengths may differ and the call is long enough to pay for a second
+// kernel that mostly finds nothing to do, sequences much longer than the others are cut on the
+// device.
+constexpr Cut cut_none(const DecodeParams& params, const Work& work, const DecodeDevice& device) {
+  constexpr double kWorthwhile = 45;  // microseconds
+  const Problem& problem = params.problem;
+  const int64_t lists = work.pairs / problem.batch;  // kv heads times row blocks
+  const int most = decode_max_splits(problem.batch, problem.kv_heads) - 1;
+  const int extra = min_int(4 * device.sm_count / lists, int64_t{problem.batch} * most);
+  if (problem.batch == 1 || extra < 2 || stream_time(work, device.sm_count) < kWorthwhile)
+    return {1, 1, "the kv heads fill the GPU: one block each"};
+  return {1, 1, "the kv heads fill the GPU: one block each, more for sequences of unusual length",
+          extra};
+}
+
+constexpr Cut choose_cut(const DecodeParams& params, const Work& work, const DecodeDevice& device) {
+  const auto in_cluster = [&](int splits) {
+    const bool fits = device.merges_in_clusters() && splits <= kDecodeMaxCluster &&
+                      power_of_two_below(splits) == splits;
+    return fits ? splits : 1;
+  };
+  if (params.num_splits > 0)
+    return {params.num_splits, in_cluster(params.num_splits), "num_splits was given"};
+  if (params.batch_invariant)
+    return {kDecodeMaxCluster, in_cluster(kDecodeMaxCluster),
+            "batch_invariant: 8 splits, whatever the batch and the capacity"};
+  // From about three quarters of the SMs on, splitting costs more than idle SMs do.
+  if (100 * work.pairs > 72 * int64_t{device.sm_count}) return cut_none(params, work, device);
+  const int max_splits = decode_max_splits(params.problem.batch, params.problem.kv_heads);
+  return device.merges_in_clusters() ? cut_for_clusters(work, device.sm_count, max_splits)
+                                     : cut_for_partials(work, device.sm_count, max_splits);
+}
+
+// Warps and stages: 128 to 192 KB of requests in flight on each SM, spread over the blocks it
+// holds.
+constexpr void choose_rings(const DecodeParams& params, const Work& work,
+                            const DecodeDevice& device, int head_dim, DecodePlan* plan) {
+  const int width = byte_width(params.cache_dtype);
+  const int tile_bytes = decode_tile_bytes(work.row_bytes);
+  const bool shares_sm = work.pairs * plan->splits > device.sm_count;
+  // The number of warps is part of the order of summation, so batch_invariant fixes it.
+  const bool few_warps = tile_bytes >= 8192 || (shares_sm && !params.batch_invariant);
+  plan->warps = few_warps ? kDecodeMaxWarps / 2 : kDecodeMaxWarps;
+  const int budget = shares_sm ? 64 << 10 : tile_bytes >= 8192 ? 128 << 10 : 192 << 10;
+  // At head dim 64, one stage was the fastest on every shape.
+  const int most = work.row_bytes == 128 && width == 2 ? 1 : kDecodeMaxStages;
+  const int wanted = divide_up(work.tiles, int64_t{plan->splits} * plan->warps);
+  plan->stages =
+      max_int(1, min_int(min_int(wanted, most), budget / (plan->warps * 2 * tile_bytes)));
+  const auto fits = [&] {
+    plan->smem =
+        decode_smem(head_dim, width, plan->column_blocks, plan->warps, plan->stages, plan->cluster);
+    return plan->smem.total <= device.shared_memory_per_block;
+  };
+  while (!fits() && plan->stages > 1) --plan->stages;
+  while (!fits() && plan->warps > 1) plan->warps /= 2;
+}
+
+}  // namespace decode_plan_internal
+
+// head_dim is the compiled one: at least the call's head dim and value dim.
+constexpr DecodePlan plan_decode(const DecodeParams& params, int head_dim,
+                                 const DecodeDevice& device) {
+  namespace internal = decode_plan_internal;
+  const Problem& problem = params.problem;
+  const int64_t rows = int64_t{problem.q_len} * problem.group();
+  DecodePlan plan;
+  const int most_columns = decode_max_column_blocks(head_dim, byte_width(params.cache_dtype));
+  while (plan.column_blocks * kDecodeColumns < rows && plan.column_blocks < most_columns)
+    plan.column_blocks *= 2;
+  plan.row_blocks = divide_up(rows, plan.column_blocks * kDecodeColumns);
+
+  const int row_bytes = head_dim * byte_width(params.cache_dtype);
+  const int window = params.scores.window_left;
+  const int64_t seen = window == kUnlimited
+                           ? problem.kv_len
+                           : min_int(problem.kv_len, int64_t{window} + problem.q_len);
+  const internal::Work work = {int64_t{problem.batch} * problem.kv_heads * plan.row_blocks,
+                               min_int(rows, plan.column_blocks * kDecodeColumns), row_bytes,
+                               max_int(1, divide_up(seen, decode_tile_tokens(row_bytes)))};
+  const internal::Cut cut = internal::choose_cut(params, work, device);
+  plan.splits = cut.splits;
+  plan.cluster = cut.cluster;
+  plan.extra_blocks = cut.extra_blocks;
+  plan.reason = cut.reason;
+  internal::choose_rings(params, work, device, head_dim, &plan);
+  return plan;
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_DECODE_PLAN_H_

@@ -1,0 +1,60 @@
+#include "explain.h"
+
+#include <algorithm>
+
+#include "decode_plan.h"
+#include "instances.h"
+#include "launch.h"
+#include "tiles_sm80.h"
+#include "tiles_sm90.h"
+
+namespace flashattn {
+namespace {
+
+template <int... Dims>
+int compiled_head_dim(std::integer_sequence<int, Dims...>, int wanted) {
+  int found = 0;
+  ((found = found == 0 && wanted <= Dims ? Dims : found), ...);
+  return found;
+}
+
+std::string number(int64_t n) { return std::to_string(n); }
+
+}  // namespace
+
+Explained explain_prefill(const PrefillParams& params, const Device& device) {
+  const Choice choice = choose_prefill(params, device);
+  const Problem& problem = params.problem;
+  if (choice.path == Choice::kNone) return {"", choice.reason, ""};
+  if (choice.path == Choice::kSm90) {
+    const TileSm90 tile = prefill_tile_sm90(params);
+    const int packed = packed_heads_sm90(tile, problem.q_len, problem.group());
+    std::string details = "tile " + number(tile.block_q()) + "x" + number(tile.block_kv) +
+                          ", head dim " + number(tile.head_dim) + ", " +
+                          number(tile.warpgroups) + " consumer warpgroups: " + tile.why;
+    if (packed > 1) details += "; " + number(packed) + " query heads share a tile's rows";
+    return {"sm90", "", details};
+  }
+  const int head_dim = compiled_head_dim(HeadDims{}, std::max(problem.head_dim, problem.value_dim));
+  const PrefillTileSm80 tile = prefill_tile_sm80(head_dim);
+  return {"sm80", choice.reason,
+          "tile " + number(tile.block_q) + "x" + number(kPrefillBlockKv) + ", head dim " +
+              number(head_dim) + ", " + number(tile.warps) + " warps"};
+}
+
+Explained explain_decode(const DecodeParams& params, const Device& device) {
+  const Choice choice = choose_decode(params, device);
+  if (choice.path == Choice::kNone) return {"", choice.reason, ""};
+  const int head_dim = compiled_head_dim(
+      HeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));
+  const DecodePlan plan = plan_decode(
+      params, head_dim, {device.sm_count, device.major, device.shared_memory_per_block});
+  const std::string merge = plan.cluster > 1    ? ", merged inside a cluster"
+                            : plan.combines() ? ", merged by a second kernel"
+                                              : "";
+  return {plan.cluster > 1 ? "decode (sm90 cluster)" : "decode", "",
+          number(plan.splits) + " splits" + merge + ", " + number(plan.warps) + " warps, " +
+              number(plan.stages) + " stages: " + plan.reason};
+}
+
+}  // namespace flashattn

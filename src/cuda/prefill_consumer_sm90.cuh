@@ -1,0 +1,372 @@
+// The warpgroups that multiply: 64 query rows each, through all key blocks of a tile.
+#ifndef FLASHATTN_CUDA_PREFILL_CONSUMER_SM90_CUH_
+#define FLASHATTN_CUDA_PREFILL_CONSUMER_SM90_CUH_
+
+#include "prefill_layout_sm90.cuh"
+#include "softmax_sm90.cuh"
+
+namespace flashattn {
+
+template <class T, class Tile>
+class PrefillConsumer {
+ public:
+  __device__ PrefillConsumer(const PrefillMaps& maps, const PrefillParams& params,
+                             const TileGrid& grid, float scale_log2, PrefillSmem<Tile> smem,
+                             PrefillShared<Tile>& shared, int warpgroup)
+      : maps_(maps),
+        params_(params),
+        grid_(grid),
+        scale_log2_(scale_log2),
+        smem_(smem),
+        shared_(shared),
+        warpgroup_(warpgroup) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row_position_[half] = row(half) / grid.packed_heads;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (warpgroup_ == Tile::kWarpgroups - 1) pass_turn();
+    while (true) {
+      mbarrier_wait(shared_address(&shared_.barriers.q_full[q_stage_][warpgroup_]), q_parity_);
+      const volatile TileWork& work = shared_.work[q_stage_];
+      if (work.position < 0) break;
+#pragma unroll
+      for (float& o : o_regs_) o = 0.f;
+      rows_.sum[0] = rows_.sum[1] = 0.f;
+      if (work.blocks > 0)
+        attend(work);
+      else
+        release_previous_q();
+      finish_tile(work);
+      next_q_buffer();
+    }
+    bulk_wait<0>();
+  }
+
+ private:
+  static constexpr int kSRegs = Tile::kBlockKv / 2, kPRegs = Tile::kBlockKv / 4;
+  static constexpr bool kDoubleP = Tile::kTile.double_p;
+  using PRegs = uint32_t[kPRegs];
+
+  __device__ int thread() const { return threadIdx.x % 128; }
+  __device__ int warp() const { return thread() / 32; }
+  __device__ int lane() const { return threadIdx.x % 32; }
+
+  // ---- a tile
+  __device__ __forceinline__ void attend(const volatile TileWork& work) {
+    const int unmasked = work.unmasked_blocks;
+    int n = work.blocks - 1;
+    first_block(work, n);
+    --n;
+    bool p_is_in_b = false;
+    // Two steps at a time where P has two copies: moving one to the other would serialise the
+    // products. A mask on a block that needs none is harmless.
+    if constexpr (Tile::kCausal && kDoubleP) {
+#pragma unroll 1
+      for (; n >= unmasked && n >= 0; --n) {
+        step<true>(n, p_a_regs_, p_b_regs_);
+        p_is_in_b = --n < 0;
+        if (p_is_in_b) break;
+        step<true>(n, p_b_regs_, p_a_regs_);
+      }
+    } else if constexpr (Tile::kCausal) {
+#pragma unroll 1
+      for (; n >= unmasked && n >= 0; --n) step<true>(n, p_a_regs_, p_a_regs_);
+    }
+    if constexpr (kDoubleP) {
+#pragma unroll 1
+      for (; n >= 0; --n) {
+        step<false>(n, p_a_regs_, p_b_regs_);
+        p_is_in_b = --n < 0;
+        if (p_is_in_b) break;
+        step<false>(n, p_b_regs_, p_a_regs_);
+      }
+    } else {
+#pragma unroll 1
+      for (; n >= 0; --n) step<false>(n, p_a_regs_, p_a_regs_);
+    }
+    if (kDoubleP && p_is_in_b)
+      last_product(p_b_regs_);
+    else
+      last_product(p_a_regs_);
+  }
+
+  __device__ __forceinline__ void first_block(const volatile TileWork& work, int n) {
+    set_row_limits(work);
+    q_low_ = descriptor_low_k_major(smem_.q(q_stage_, warpgroup_));
+    wait_k(block_);
+    release_previous_q();
+    uint32_t k_low = k_descriptor(block_);
+    opaque(k_low);
+    opaque(q_low_);
+    wgmma_fence();
+    multiply_qk(q_low_, k_low);
+    wgmma_commit();
+    wgmma_wait<0>();
+    release_k(block_);
+    const VisibleColumns visible = visible_columns(n);
+    if (n >= work.unmasked_blocks) mask_columns<Tile::kCausal>(s_regs_, visible);
+    softmax_first<Tile::kCausal>(s_regs_, rows_, scale_log2_, visible);
+    if (n > 0) wait_k(block_ + 1);
+    convert_p<T>(s_regs_, p_a_regs_);
+  }
+
+  // Block n's scores and softmax, and the product of the block before, whose P is p_in.
+  template <bool Masked>
+  __device__ __forceinline__ void step(int n, PRegs& p_in, PRegs& p_out) {
+    constexpr bool kMaxFree = Tile::kTile.max_free && !Masked;
+    uint32_t k_low = k_descriptor(block_ + 1), v_low = v_descriptor(block_), q_low = q_low_;
+    opaque(k_low);
+    opaque(v_low);
+    opaque(q_low);
+    take_turn();
+    wgmma_fence();
+    multiply_qk(q_low, k_low);
+    wgmma_commit();
+    rescale_o();
+    wait_v(block_);
+    wgmma_fence();
+    multiply_pv(p_in, v_low);
+    wgmma_commit();
+    pass_turn();
+    wgmma_wait<1>();
+    if constexpr (kMaxFree) {
+      softmax_max_free<T, kDoubleP>(s_regs_, rows_, scale_log2_, p_out,
+                                    [&](float (&s)[kSRegs]) { recompute_s(s, block_ + 1); });
+      release_k(block_ + 1);
+    } else {
+      release_k(block_ + 1);
+      if constexpr (Masked) mask_columns<false>(s_regs_, visible_columns(n));
+      softmax_with_maximum<Masked>(s_regs_, rows_, scale_log2_);
+      if constexpr (kDoubleP) convert_p<T>(s_regs_, p_out);
+    }
+    // The next step needs this wait anyway. Here its branch keeps the exponentials ahead of the
+    // wait for the second product, which ptxas would otherwise hoist above them.
+    if (n > 0) wait_k(block_ + 2);
+    wgmma_wait<0>();
+    release_v(block_);
+    if constexpr (!kDoubleP) convert_p<T>(s_regs_, p_out);
+    ++block_;
+  }
+
+  __device__ __forceinline__ void last_product(PRegs& p_in) {
+    uint32_t v_low = v_descriptor(block_);
+    opaque(v_low);
+    rescale_o();
+    wait_v(block_);
+    wgmma_fence();
+    multiply_pv(p_in, v_low);
+    wgmma_commit();
+    wgmma_wait<0>();
+    release_v(block_);
+    ++block_;
+  }
+
+  // ---- the products
+  __device__ uint32_t k_descriptor(uint32_t i) const {
+    return descriptor_low_k_major(smem_.k(ring_stage(i)));
+  }
+  __device__ uint32_t v_descriptor(uint32_t i) const {
+    return descriptor_low_mn_major(smem_.v(ring_stage(i)), Tile::kBlockKv);
+  }
+  // Descriptors count in 16 bytes: 2 is one step of 16 columns, 8 a row of a chunk.
+  __device__ __forceinline__ void multiply_qk(uint32_t q_low, uint32_t k_low) {
+#pragma unroll
+    for (int k = 0; k < Tile::kHeadDim / 16; ++k) {
+      const int chunk = k / 4, column = k % 4 * 2;
+      Wgmma<T, Tile::kBlockKv>::template ss<false, false>(
+          s_regs_, descriptor(q_low + chunk * (kWarpgroupRows * 8) + column),
+          descriptor(k_low + chunk * (Tile::kBlockKv * 8) + column), k > 0);
+    }
+  }
+  __device__ __forceinline__ void multiply_pv(PRegs& p, uint32_t v_low) {
+#pragma unroll
+    for (int k = 0; k < Tile::kBlockKv / 16; ++k)
+      Wgmma<T, Tile::kHeadDim>::template rs<true>(o_regs_, p[4 * k], p[4 * k + 1], p[4 * k + 2],
+                                                  p[4 * k + 3], descriptor(v_low + k * 128), 1);
+  }
+  __device__ __forceinline__ void rescale_o() {
+    if (!rows_.o_is_behind) return;
+#pragma unroll
+    for (int i = 0; i < Tile::kHeadDim / 2; ++i) o_regs_[i] *= rows_.factor[i / 2 % 2];
+  }
+
+  // This lane's 16 bytes of the 16x16 fragment k of this warp's rows of a Q tile, for ldmatrix and
+  // stmatrix.
+  __device__ uint32_t fragment_address(uint32_t q_smem, int k) const {
+    return tile_address(q_smem, kWarpgroupRows, warp() * 16 + lane() % 16, 2 * k + lane() / 16);
+  }
+
+  // This warp's 16 rows of S again, by mma.sync from Q and K in shared memory: rare.
+  __device__ __forceinline__ void recompute_s(float (&s)[kSRegs], uint32_t i) {
+    const uint32_t q_smem = smem_.q(q_stage_, warpgroup_), k_smem = smem_.k(ring_stage(i));
+    const int key = lane() % 8 + lane() / 16 * 8, half = lane() / 8 % 2;
+#pragma unroll
+    for (float& x : s) x = 0.f;
+#pragma unroll 1  // unrolled, it would spill
+    for (int k = 0; k < Tile::kHeadDim / 16; ++k) {
+      uint32_t a[4], b[4];
+      ldmatrix_x4(a, fragment_address(q_smem, k));
+      const uint32_t keys = tile_address(k_smem, Tile::kBlockKv, key, 2 * k + half);
+#pragma unroll
+      for (int j = 0; j < Tile::kBlockKv / 16; ++j) {
+        ldmatrix_x4(b, keys + j * 16 * 128);
+        mma_m16n8k16<T>(s + 8 * j, a, b[0], b[1]);
+        mma_m16n8k16<T>(s + 8 * j + 4, a, b[2], b[3]);
+      }
+    }
+  }
+
+  // ---- rows and masks
+  // This thread's two rows of the warpgroup's 64. Packed heads are the faster index of a row.
+  __device__ int row(int half) const { return warp() * 16 + lane() / 4 + half * 8; }
+  __device__ int packed_head(int half) const {
+    return row(half) - row_position_[half] * grid_.packed_heads;
+  }
+  // False for the rows that are left over where the packed heads do not divide 64.
+  __device__ bool is_row(int half) const { return row_position_[half] < grid_.warpgroup_positions; }
+  __device__ int first_position(const volatile TileWork& work) const {
+    return work.position + warpgroup_ * grid_.warpgroup_positions;
+  }
+
+  __device__ __forceinline__ void set_row_limits(const volatile TileWork& work) {
+    const int last_key = work.kv_len - 1, diagonal = first_position(work) + work.shift;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      last_key_[half] = Tile::kCausal ? min(diagonal + row_position_[half], last_key) : last_key;
+  }
+  __device__ __forceinline__ VisibleColumns visible_columns(int n) const {
+    const int first = n * Tile::kBlockKv, own_column = lane() % 4 * 2;
+    return {{last_key_[0] - first - own_column, last_key_[1] - first - own_column},
+            __shfl_sync(kWholeWarp, last_key_[0], 0) - first,    // of the warp's first row
+            __shfl_sync(kWholeWarp, last_key_[1], 31) - first};  // and of its last
+  }
+
+  // ---- barriers
+  __device__ __forceinline__ void wait_k(uint32_t i) {
+    mbarrier_wait(shared_address(&shared_.barriers.k_full[ring_stage(i)]), ring_parity(i));
+  }
+  __device__ __forceinline__ void wait_v(uint32_t i) {
+    mbarrier_wait(shared_address(&shared_.barriers.v_full[ring_stage(i)]), ring_parity(i));
+  }
+  // K by every warp, since a warp may read it again (recompute_s); V by the warpgroup.
+  __device__ __forceinline__ void release_k(uint32_t i) {
+    if (lane() == 0) mbarrier_arrive(shared_address(&shared_.barriers.k_empty[ring_stage(i)]));
+  }
+  __device__ __forceinline__ void release_v(uint32_t i) {
+    if (thread() == 0) mbarrier_arrive(shared_address(&shared_.barriers.v_empty[ring_stage(i)]));
+  }
+  __device__ __forceinline__ void take_turn() {
+    if constexpr (Tile::kTile.ping_pong) named_barrier_sync(kTurn + warpgroup_, 256);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if constexpr (Tile::kTile.ping_pong)
+      named_barrier_arrive(kTurn + (warpgroup_ == Tile::kWarpgroups - 1 ? 0 : warpgroup_ + 1), 256);
+  }
+
+  // ---- the end of a tile: O / sum through this warpgroup's own Q rows to memory
+  __device__ __forceinline__ void finish_tile(const volatile TileWork& work) {
+    const int batch = work.batch, head = work.head, q_len = work.q_len;
+    const int first = first_position(work);
+    float inverse[2];
+    bool empty[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(rows_.sum[half]);
+      const int position = first + row_position_[half];
+      empty[half] = position >= q_len || sum == 0.f || !is_row(half);
+      inverse[half] = rcp_approx(sum);
+      if (lane() % 4 == 0 && position < params_.problem.q_len && is_row(half))
+        store_lse(batch, position, head * grid_.packed_heads + packed_head(half),
+                  empty[half] ? -INFINITY : (rows_.ref[half] + log2_approx(sum)) * kLn2);
+    }
+    const uint32_t q_smem = smem_.q(q_stage_, warpgroup_);
+    if (shared_.v_not_finite[q_stage_]) see_not_finite(work);
+#pragma unroll
+    for (int i = 0; i < Tile::kHeadDim / 2; ++i) o_regs_[i] *= inverse[i / 2 % 2];
+    if (__any_sync(kWholeWarp, empty[0] || empty[1])) {  // multiplied, they may be NaN
+#pragma unroll
+      for (int i = 0; i < Tile::kHeadDim / 2; ++i)
+        if (empty[i / 2 % 2]) o_regs_[i] = 0.f;
+    }
+#pragma unroll
+    for (int k = 0; k < Tile::kHeadDim / 16; ++k) {
+      const float* o = o_regs_ + 8 * k;
+      stmatrix_x4(fragment_address(q_smem, k), pack<T>(o[0], o[1]), pack<T>(o[2], o[3]),
+                  pack<T>(o[4], o[5]), pack<T>(o[6], o[7]));
+    }
+    fence_async_proxy();
+    named_barrier_sync(kOwnThreads + warpgroup_, 128);
+    if (thread() == 0) {
+#pragma unroll
+      for (int chunk = 0; chunk < Tile::kChunks; ++chunk)
+        tma_store_packed(&maps_.o, q_smem + chunk * Tile::kQChunkBytes, chunk * 64, first, head,
+                         batch);
+      bulk_commit();
+    }
+    unreleased_q_ = shared_address(&shared_.barriers.q_empty[q_stage_]);
+    if constexpr (Tile::kQStages == 1) release_previous_q();
+  }
+
+  // Adds the values that the inspector took out to the rows that see them. Rare, so from memory.
+  __device__ __forceinline__ void see_not_finite(const volatile TileWork& work) {
+    const T* v = static_cast<const T*>(params_.v.data) +
+                 params_.v.offset(work.v_batch, 0, work.kv_head) + lane() % 4 * 2;
+    const int first_key = work.first_inspected * Tile::kBlockKv;
+    const int last_key = max(last_key_[0], last_key_[1]);
+#pragma unroll 1
+    for (int key = first_key; key <= last_key; ++key)
+#pragma unroll
+      for (int i = 0; i < Tile::kHeadDim / 2; ++i) {
+        const int column = i / 4 * 8 + i % 2;
+        if (column + lane() % 4 * 2 >= params_.problem.head_dim) continue;
+        const float value = static_cast<float>(v[key * params_.v.seq + column]);
+        if (!isfinite(value) && key <= last_key_[i / 2 % 2]) o_regs_[i] += value;
+      }
+  }
+
+  __device__ __forceinline__ void store_lse(int batch, int position, int head, float value) {
+    if (params_.lse.data == nullptr) return;
+    static_cast<float*>(params_.lse.data)[params_.lse.offset(batch, position, head)] = value;
+  }
+
+  // The Q buffer of the tile before, once its O has left it: late, so that nobody waits for the
+  // store.
+  __device__ __forceinline__ void release_previous_q() {
+    if (unreleased_q_ == 0) return;
+    if (thread() == 0) {
+      bulk_wait_read<0>();
+      mbarrier_arrive(unreleased_q_);
+    }
+    unreleased_q_ = 0;
+  }
+
+  __device__ __forceinline__ void next_q_buffer() {
+    if (++q_stage_ == Tile::kQStages) {
+      q_stage_ = 0;
+      q_parity_ ^= 1;
+    }
+  }
+
+  const PrefillMaps& maps_;
+  const PrefillParams& params_;
+  const TileGrid& grid_;
+  const float scale_log2_;
+  const PrefillSmem<Tile> smem_;
+  PrefillShared<Tile>& shared_;
+  const int warpgroup_;
+
+  float s_regs_[kSRegs], o_regs_[Tile::kHeadDim / 2];
+  uint32_t p_a_regs_[kPRegs], p_b_regs_[kPRegs];
+  OnlineRows rows_;
+  int row_position_[2];  // of each of this thread's rows, from the warpgroup's first position
+  int last_key_[2];      // that each row sees
+  uint32_t q_low_ = 0;
+  uint32_t block_ = 0;  // K/V blocks so far, through all tiles
+  int q_stage_ = 0;
+  uint32_t q_parity_ = 0, unreleased_q_ = 0;
+};
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_PREFILL_CONSUMER_SM90_CUH_

@@ -1,0 +1,78 @@
+// What the roles of the Hopper forward share: tiles and barriers in shared memory, tensor maps.
+#ifndef FLASHATTN_CUDA_PREFILL_LAYOUT_SM90_CUH_
+#define FLASHATTN_CUDA_PREFILL_LAYOUT_SM90_CUH_
+
+#include "ptx_sm90.cuh"
+#include "tile_scheduler.cuh"
+#include "tiles_sm90.h"
+
+namespace flashattn {
+
+// What a row of the tile table means for a kernel. Tiles are stored chunk after chunk of 64
+// columns, each chunk rows x 128 bytes in the 128-byte swizzle.
+template <int TileIndex>
+struct PrefillTile {
+  static constexpr TileSm90 kTile = kPrefillTilesSm90[TileIndex];
+  static constexpr bool kCausal = kTile.mask == MaskKind::kCausal;
+  static constexpr int kHeadDim = kTile.head_dim, kBlockKv = kTile.block_kv;
+  static constexpr int kWarpgroups = kTile.warpgroups, kQStages = kTile.q_stages;
+  static constexpr int kChunks = kTile.chunks();
+  static constexpr int kQChunkBytes = kWarpgroupRows * 128, kKvChunkBytes = kBlockKv * 128;
+  static constexpr int kQBytes = kTile.q_bytes(), kKvBytes = kTile.kv_bytes();
+  static_assert(kHeadDim % 16 == 0 && kBlockKv % 16 == 0, "wgmma multiplies 16 deep");
+  static_assert(kWarpgroups >= 2 && kWarpgroups <= 4, "register shares exist for these");
+};
+
+// Shared-memory address of 16 bytes of a tile: row, and column in units of 16 bytes.
+__device__ __forceinline__ uint32_t tile_address(uint32_t tile, int tile_rows, int row,
+                                                 int column) {
+  return tile + column / 8 * (tile_rows * 128) + row * 128 + ((column ^ row) % 8) * 16;
+}
+
+// full: the tile has arrived; empty: its readers are done. Each starts in phase 0; the n-th wait
+// for full takes parity n % 2, that for empty the other one, which passes at once on a fresh
+// barrier.
+template <class Tile>
+struct PrefillBarriers {
+  uint64_t q_full[Tile::kQStages][Tile::kWarpgroups], q_empty[Tile::kQStages];
+  uint64_t k_full[kKvStages], k_empty[kKvStages], v_full[kKvStages], v_empty[kKvStages];
+  uint64_t v_raw[kKvStages];  // a V that the inspector has to see before it is full
+  uint64_t counter_claimed;
+};
+
+template <class Tile>
+struct PrefillShared {
+  PrefillBarriers<Tile> barriers;
+  // Belong to the Q buffer: published by q_full, freed by q_empty.
+  TileWork work[Tile::kQStages];
+  bool v_not_finite[Tile::kQStages];  // the inspector took something out of a V of this tile
+};
+
+// Shared-memory addresses of the tiles.
+template <class Tile>
+struct PrefillSmem {
+  uint32_t base;
+
+  __device__ uint32_t q(int stage, int warpgroup) const {
+    return base + (stage * Tile::kWarpgroups + warpgroup) * Tile::kQBytes;
+  }
+  __device__ uint32_t k(uint32_t stage) const {
+    return q(Tile::kQStages, 0) + stage * Tile::kKvBytes;
+  }
+  __device__ uint32_t v(uint32_t stage) const { return k(kKvStages) + stage * Tile::kKvBytes; }
+};
+
+// Counts blocks through a ring of two buffers.
+__device__ __forceinline__ uint32_t ring_stage(uint32_t i) { return i % kKvStages; }
+__device__ __forceinline__ uint32_t ring_parity(uint32_t i) { return i / kKvStages % 2; }
+
+// Named barriers; 0 is __syncthreads. The first two count on from here by warpgroup.
+constexpr int kTurn = 1, kOwnThreads = 5, kInspectors = 9;
+
+struct PrefillMaps {
+  CUtensorMap q, k, v, o;
+};
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_PREFILL_LAYOUT_SM90_CUH_

@@ -1,0 +1,210 @@
+// Online softmax over wgmma accumulators.
+//
+// A thread holds two rows, r and r + 8, of each group of 8 columns: element 4 j + 2 row + e is
+// column 8 j + 2 (lane % 4) + e; the four lanes of a quad share the rows. Exponents are base 2: p =
+// 2^(s c - ref), c = scale log2(e). The reference of a row need not be its maximum: any number
+// gives the same softmax as long as nothing overflows and the largest p of the row does not
+// underflow.
+#ifndef FLASHATTN_CUDA_SOFTMAX_SM90_CUH_
+#define FLASHATTN_CUDA_SOFTMAX_SM90_CUH_
+
+#include <cmath>
+#include <cstdint>
+
+#include "params.h"
+#include "ptx.cuh"
+
+namespace flashattn {
+
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
+struct OnlineRows {
+  float ref[2];      // log2 units
+  float sum[2];      // this thread's share of the sum of p
+  float factor[2];   // what O has to be multiplied with before the next product is added
+  bool o_is_behind;  // some factor of the warp is not 1
+  bool use_maximum;  // the warp takes the row maximum for the rest of the tile
+};
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kWholeWarp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kWholeWarp, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(kWholeWarp, x, 1);
+  return x + __shfl_xor_sync(kWholeWarp, x, 2);
+}
+
+// The columns of a block that rows see: up to a last one.
+struct VisibleColumns {
+  int last[2];    // of this thread's rows, counted from this thread's first column
+  int every_row;  // up to here all 16 rows of the warp see
+  int any_row;    // and beyond here none
+};
+// Registers in a group of 32 columns: what a warp decides upon at a time, so that of a diagonal
+// block only the groups on the diagonal are masked, and those beyond it cost nothing.
+constexpr int kGroupRegs = 16;
+constexpr int group_first_column(int i) { return i * 2; }
+
+template <bool ByGroup, int N>
+__device__ __forceinline__ void mask_columns(float (&s)[N], const VisibleColumns& visible) {
+#pragma unroll
+  for (int group = 0; group < N; group += kGroupRegs) {
+    const bool all_seen = visible.every_row >= group_first_column(group + kGroupRegs) - 1;
+    const bool skipped = group > 0 && visible.any_row < group_first_column(group);
+    if (ByGroup && (all_seen || skipped)) continue;
+#pragma unroll
+    for (int i = group; i < group + kGroupRegs && i < N; ++i)
+      if (8 * (i / 4) + i % 2 > visible.last[i / 2 % 2]) s[i] = -INFINITY;
+  }
+}
+
+template <class T, int N>
+__device__ __forceinline__ void convert_p(const float (&p)[N], uint32_t (&p_regs)[N / 2]) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) p_regs[i] = pack<T>(p[2 * i], p[2 * i + 1]);
+}
+
+// s becomes p; returns this thread's share of the block's row sums.
+template <bool ByGroup, int N>
+__device__ __forceinline__ float2 exponentials(float (&s)[N], float ref0, float ref1, float c,
+                                               int any_row = kUnlimited) {
+  float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int group = 0; group < N; group += kGroupRegs) {
+    const bool seen = !ByGroup || any_row >= group_first_column(group);
+#pragma unroll
+    for (int i = group; i < group + kGroupRegs && i < N; ++i) {
+      s[i] = seen ? exp2_approx(fmaf(s[i], c, i / 2 % 2 == 0 ? -ref0 : -ref1)) : 0.f;
+      if (seen) sum[i % 4] += s[i];
+    }
+  }
+  return {sum[0] + sum[1], sum[2] + sum[3]};
+}
+
+// This thread's share of the row maxima.
+template <bool ByGroup, int N>
+__device__ __forceinline__ float2 partial_maximum(const float (&s)[N], int any_row = kUnlimited) {
+  float best[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+  for (int group = 0; group < N; group += kGroupRegs) {
+    if (ByGroup && any_row < group_first_column(group)) continue;
+#pragma unroll
+    for (int i = max(group, 4); i < group + kGroupRegs && i < N; ++i)
+      best[i % 4] = fmaxf(best[i % 4], s[i]);
+  }
+  return {fmaxf(best[0], best[1]), fmaxf(best[2], best[3])};
+}
+
+// The first block of a tile: the row maximum is the reference. A row may have no key here.
+template <bool ByGroup, int N>
+__device__ __forceinline__ void softmax_first(float (&s)[N], OnlineRows& rows, float c,
+                                              const VisibleColumns& visible) {
+  // The next blocks may exceed this one's maximum by about as much as the maxima of this block's
+  // columns differ among themselves. Where that comes near the 2^126 that p can hold, the row
+  // maximum is the cheaper way from the start.
+  constexpr float kWideSpread = 80.f;
+  const float2 partial = partial_maximum<ByGroup>(s, visible.any_row);
+  const float maximum[2] = {quad_max(partial.x), quad_max(partial.y)};
+  const float spread = fmaxf((maximum[0] - partial.x) * c, (maximum[1] - partial.y) * c);
+  rows.use_maximum = __any_sync(kWholeWarp, spread > kWideSpread && spread < INFINITY);
+  rows.o_is_behind = false;
+  float ref[2];
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    rows.ref[row] = maximum[row] * c;
+    rows.factor[row] = 1.f;
+    ref[row] = rows.ref[row] == -INFINITY ? 0.f : rows.ref[row];
+  }
+  const float2 sum = exponentials<ByGroup>(s, ref[0], ref[1], c, visible.any_row);
+  rows.sum[0] = sum.x;
+  rows.sum[1] = sum.y;
+}
+
+// Any later block. The reference follows the maximum only when it is 2^8 behind, which saves most
+// of the multiplications of O. Masked: a row may have met no key yet.
+template <bool Masked, int N>
+__device__ __forceinline__ void softmax_with_maximum(float (&s)[N], OnlineRows& rows, float c) {
+  constexpr float kLazy = 8.f;
+  const float2 partial = partial_maximum<false>(s);
+  const float maximum[2] = {quad_max(partial.x) * c, quad_max(partial.y) * c};
+  float ref[2];
+  bool moved = false;
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    // -inf - -inf is NaN and keeps the old reference, as does a NaN maximum.
+    const float next = maximum[row] - rows.ref[row] > kLazy ? maximum[row] : rows.ref[row];
+    ref[row] = Masked && next == -INFINITY ? 0.f : next;
+    moved |= next != rows.ref[row];
+    rows.factor[row] = exp2_approx(rows.ref[row] - ref[row]);
+    rows.sum[row] *= rows.factor[row];
+    rows.ref[row] = next;
+  }
+  rows.o_is_behind = __any_sync(kWholeWarp, moved);
+  const float2 sum = exponentials<false>(s, ref[0], ref[1], c);
+  rows.sum[0] += sum.x;
+  rows.sum[1] += sum.y;
+}
+
+// Up to here a thread's share of a block's row sums leaves P and all that is made of it in range.
+template <class T>
+constexpr float kLargeSum = 0x1p40f;
+template <>
+constexpr float kLargeSum<__half> = 0x1p14f;  // P itself is fp16
+
+// The block was done with a reference that is too low, and no p overflowed: multiplying by a power
+// of two is exact, and makes it what a higher reference would have given.
+template <int N>
+__device__ __forceinline__ void raise_reference(float (&p)[N], OnlineRows& rows, float2 sum) {
+  constexpr int kExponentShift = 23, kExponentBias = 127, kLazy = 8;
+  const float partial[2] = {sum.x, sum.y};
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int exponent = (__float_as_int(quad_sum(partial[row])) >> kExponentShift) - kExponentBias;
+    const int raise = exponent > kLazy ? exponent : 0;
+    rows.factor[row] = __int_as_float((kExponentBias - raise) << kExponentShift);
+    rows.ref[row] += static_cast<float>(raise);
+    rows.sum[row] = (rows.sum[row] + partial[row]) * rows.factor[row];
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) p[i] *= rows.factor[i / 2 % 2];
+  rows.o_is_behind = true;
+}
+
+// A block in which every row sees every key, and has seen one before: no maximum, no shuffles, no
+// factor. The row sums, needed anyway, tell whether the old reference still serves. If not, the
+// exponentials are put right by a power of two; if some overflowed, `recompute_s(s)` brings the
+// scores back and the warp takes the row maximum from here on: data that jumps like this once will
+// again, and recomputing is dear. Each outcome is the softmax with some finite reference. The
+// choice depends on the tile's own data alone, so results repeat bit by bit. A NaN needs no
+// detection: it is in the sum.
+template <class T, bool Convert, int N, class RecomputeS>
+__device__ __forceinline__ void softmax_max_free(float (&s)[N], OnlineRows& rows, float c,
+                                                 uint32_t (&p_regs)[N / 2],
+                                                 RecomputeS recompute_s) {
+  constexpr float kSafeToSum = 0x1p120f;
+  if (!rows.use_maximum) {
+    const float2 sum = exponentials<false>(s, rows.ref[0], rows.ref[1], c);
+    if constexpr (Convert) convert_p<T>(s, p_regs);
+    const float larger = fmaxf(sum.x, sum.y);
+    if (!__any_sync(kWholeWarp, !(larger < kLargeSum<T>))) {
+      rows.sum[0] += sum.x;
+      rows.sum[1] += sum.y;
+      rows.o_is_behind = false;
+      return;
+    }
+    if (!__any_sync(kWholeWarp, !(larger < kSafeToSum))) {
+      raise_reference(s, rows, sum);
+      if constexpr (Convert) convert_p<T>(s, p_regs);
+      return;
+    }
+    recompute_s(s);
+    rows.use_maximum = true;
+  }
+  softmax_with_maximum<false>(s, rows, c);
+  if constexpr (Convert) convert_p<T>(s, p_regs);
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_SOFTMAX_SM90_CUH_

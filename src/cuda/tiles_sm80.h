@@ -1,0 +1,46 @@
+// Tiles of the generic (sm_80 and later) prefill kernel, by compiled head dim. Host code reads them too.
+#ifndef FLASHATTN_CUDA_TILES_SM80_H_
+#define FLASHATTN_CUDA_TILES_SM80_H_
+
+namespace flashattn {
+
+struct PrefillTileSm80 {
+  int block_q;          // query rows of a block
+  int warps;            // each owns block_q / warps rows, 16 or 32
+  bool q_in_registers;  // else Q is read from shared memory again for every key tile
+  int blocks_per_sm;    // what the register limit is set for
+};
+
+// Keys of a tile. With 64 the scores of 32 rows take 64 registers a thread, which leaves room for the
+// output of head dim 128, and a tile's mask is one 64-bit word a row.
+constexpr int kPrefillBlockKv = 64;
+
+// mma.sync re-reads K and V from shared memory for every 16 or 32 rows. On A100 and H100 that bandwidth
+// is exhausted at 16 rows a warp, so 32 wherever the output fits in registers (32 rows x HeadDim / 32
+// threads). Two blocks (or warps) per scheduler are what hides softmax behind another's products.
+constexpr PrefillTileSm80 prefill_tile_sm80(int head_dim) {
+  switch (head_dim) {
+    case 64:
+      return {128, 4, false, 3};  // O 64 + S 64 of 168 registers
+    case 96:
+      return {128, 4, false, 2};  // O 96 + S 64; Q would take 48 more
+    case 128:
+      return {128, 4, false, 2};  // O 128 + S 64: no room for Q's 64
+    case 192:
+      return {128, 8, true, 1};  // 16 rows: O 96 + S 32 + Q 48
+    default:
+      return {128, 8, true, 1};  // 256, 16 rows: O 128 + S 32 + Q 64
+  }
+}
+
+// K and V tiles share three buffers. Q has a place of its own only if it is read again; else it passes
+// through two of the buffers. At most 96 KB, which GeForce GPUs (99 KB a block) have too.
+constexpr int prefill_shared_memory_sm80(int head_dim) {
+  const PrefillTileSm80 tile = prefill_tile_sm80(head_dim);
+  const int rows = 3 * kPrefillBlockKv + (tile.q_in_registers ? 0 : tile.block_q);
+  return rows * head_dim * 2;
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_TILES_SM80_H_

@@ -1,0 +1,176 @@
+// Which calls the Hopper forward takes and with which tiles: plain constexpr data, no CUDA header,
+// so that the launcher, the kernels and `explain` read the same lines.
+#ifndef FLASHATTN_CUDA_TILES_SM90_H_
+#define FLASHATTN_CUDA_TILES_SM90_H_
+
+#include <cstdint>
+#include <string>
+
+#include "params.h"
+
+namespace flashattn {
+
+constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup, the M of wgmma
+constexpr int kKvStages = 2;        // K and V blocks in flight; a third is never faster
+
+enum class MaskKind { kFull, kCausal };
+
+// One kernel. `why` is what measurement said against the alternatives (bf16, H200, TFLOP/s).
+struct TileSm90 {
+  int head_dim;  // compiled; smaller ones are zero-filled up to it by the loads
+  MaskKind mask;
+  int max_q_len;   // the row serves queries up to this length
+  int warpgroups;  // consumers
+  int block_kv;    // keys a step
+  int q_stages;    // Q buffers; O is staged in the tile's own
+  bool double_p;   // two register copies of P: its conversion hides under the exponentials
+  bool max_free;   // unmasked blocks go without a row maximum as long as nothing overflows
+  bool ping_pong;  // warpgroups take turns at issuing products
+  const char* why;
+
+  constexpr int block_q() const { return warpgroups * kWarpgroupRows; }
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  constexpr int chunks() const { return (head_dim + 63) / 64; }  // of 64 columns, 128 bytes
+  constexpr int q_bytes() const { return kWarpgroupRows * chunks() * 128; }  // of one warpgroup
+  constexpr int kv_bytes() const { return block_kv * chunks() * 128; }       // of one K or V block
+  // The entry registers of the block (168, 128 or 96 a thread) are dealt anew.
+  constexpr int producer_registers() const { return warpgroups == 2 ? 40 : 32; }
+  constexpr int consumer_registers() const {
+    return warpgroups == 2 ? 232 : warpgroups == 3 ? 160 : 112;
+  }
+  // Tiles, and room to align them to the 1024 bytes that the swizzle repeats after.
+  constexpr int shared_memory() const {
+    return q_stages * warpgroups * q_bytes() + 2 * kKvStages * kv_bytes() + 1024;
+  }
+};
+
+// The first row that fits a call is taken.
+constexpr TileSm90 kPrefillTilesSm90[] = {
+    {64, MaskKind::kCausal, 2048, 2, 128, 2, true, true, true,
+     "short causal: 128 rows waste less of the diagonal than 192 (T 512: 273 against 230)"},
+    {64, MaskKind::kCausal, kUnlimited, 3, 128, 2, false, true, true,
+     "three softmaxes share the SM (T 16384: 613 against 505 with two warpgroups)"},
+    {64, MaskKind::kFull, 128, 2, 128, 2, true, true, true, "one tile holds the queries"},
+    {64, MaskKind::kFull, 512, 4, 64, 2, false, true, true,
+     "256 rows divide T 512 and 192 do not (416 against 408)"},
+    {64, MaskKind::kFull, kUnlimited, 3, 128, 2, false, true, true,
+     "as causal (T 16384: 621 against 512 with two warpgroups, 572 with four)"},
+    {96, MaskKind::kCausal, kUnlimited, 3, 96, 2, false, true, true,
+     "three warpgroups as at 64; 96 keys are what 160 registers hold"},
+    {96, MaskKind::kFull, kUnlimited, 3, 96, 2, false, true, true, "as causal"},
+    {128, MaskKind::kCausal, kUnlimited, 2, 128, 2, true, true, true,
+     "95 % of the tensor rate; narrower blocks or 64-row tiles lose 15 to 30 % at T 512"},
+    {128, MaskKind::kFull, kUnlimited, 2, 128, 2, true, true, true,
+     "as causal; 160 to 192 keys are no faster at T 16384 and 15 to 20 % slower at T 512"},
+    {192, MaskKind::kCausal, kUnlimited, 2, 96, 1, false, true, true,
+     "96 keys leave less of the diagonal unused than 112"},
+    {192, MaskKind::kFull, kUnlimited, 2, 112, 1, false, true, true,
+     "the most keys that shared memory holds"},
+    {256, MaskKind::kCausal, kUnlimited, 2, 64, 1, false, true, true,
+     "80 keys are equal at T 16384 and 1 to 6 % slower below"},
+    {256, MaskKind::kFull, 4096, 2, 64, 1, false, true, true,
+     "80 keys waste more of a short sequence (T 512: 561 against 531; T 4096: 797 against 785)"},
+    {256, MaskKind::kFull, kUnlimited, 2, 80, 1, false, true, true,
+     "the most keys that shared memory holds"},
+};
+constexpr int kNumPrefillTilesSm90 = sizeof(kPrefillTilesSm90) / sizeof(kPrefillTilesSm90[0]);
+
+constexpr bool tiles_fit(int shared_memory_limit) {
+  for (const TileSm90& tile : kPrefillTilesSm90)
+    if (tile.shared_memory() > shared_memory_limit) return false;
+  return true;
+}
+static_assert(tiles_fit(226 * 1024), "an SM has 227 KB, of which 1 KB holds barriers");
+
+// The compiled head dim that serves one in memory; 0: none.
+constexpr int compiled_head_dim_sm90(int head_dim) {
+  for (int compiled : {64, 96, 128, 192, 256})
+    if (head_dim <= compiled) return compiled;
+  return 0;
+}
+
+// Index into the table for a call with this head dim (in memory); -1: none.
+constexpr int prefill_tile_index_sm90(int head_dim, MaskKind mask, int q_len) {
+  const int compiled = compiled_head_dim_sm90(head_dim);
+  for (int i = 0; i < kNumPrefillTilesSm90; ++i) {
+    const TileSm90& tile = kPrefillTilesSm90[i];
+    if (tile.head_dim == compiled && tile.mask == mask && q_len <= tile.max_q_len) return i;
+  }
+  return -1;
+}
+
+constexpr MaskKind mask_kind(const Scores& scores) {
+  return scores.window_right == 0 ? MaskKind::kCausal : MaskKind::kFull;
+}
+constexpr TileSm90 prefill_tile_sm90(const PrefillParams& params) {
+  const Problem& problem = params.problem;
+  return kPrefillTilesSm90[prefill_tile_index_sm90(problem.head_dim, mask_kind(params.scores),
+                                                   problem.q_len)];
+}
+
+// Query heads that share a tile's rows. Packing the heads of a group costs nothing on the device
+// (the tensor map does it), so it is used wherever it saves a tenth of the tiles: short queries.
+constexpr int packed_heads_sm90(const TileSm90& tile, int q_len, int group) {
+  if (group == 1 || group > kWarpgroupRows) return 1;
+  const int packed_block = tile.warpgroups * (kWarpgroupRows / group);  // in query positions
+  const int64_t packed_tiles = (q_len - 1) / packed_block + 1;
+  const int64_t plain_tiles = int64_t{group} * ((q_len - 1) / tile.block_q() + 1);
+  return 10 * packed_tiles < 9 * plain_tiles ? group : 1;
+}
+
+// For `explain`.
+inline std::string describe_prefill_sm90(const PrefillParams& params) {
+  const Problem& problem = params.problem;
+  const TileSm90 tile = prefill_tile_sm90(params);
+  const int packed = packed_heads_sm90(tile, problem.q_len, problem.group());
+  return "tiles of " + std::to_string(tile.block_q()) + " queries x " +
+         std::to_string(tile.block_kv) + " keys for head dim " + std::to_string(tile.head_dim) +
+         (packed > 1 ? ", the " + std::to_string(packed) + " heads of a group packed into rows"
+                     : "") +
+         ": " + tile.why;
+}
+
+// TMA wants 16-byte strides on every axis that is walked. `length` and `heads` are the axes' sizes.
+constexpr bool tma_can_walk(const Strided& x, int64_t length, int heads) {
+  const bool seq = length == 1 || (x.seq > 0 && x.seq % 8 == 0);
+  const bool head = heads == 1 || (x.head > 0 && x.head % 8 == 0);
+  const bool batch = x.batches == 1 || (x.batch > 0 && x.batch % 8 == 0);
+  return seq && head && batch;
+}
+inline bool tma_aligned(const Strided& x) { return reinterpret_cast<uintptr_t>(x.data) % 16 == 0; }
+
+// Why the Hopper forward does not take a call, as a clause for `explain`; null: it does.
+inline const char* prefill_sm90_refusal(const PrefillParams& params) {
+  const Problem& problem = params.problem;
+  const Scores& scores = params.scores;
+  if (problem.dtype != DType::kF16 && problem.dtype != DType::kBF16)
+    return "the dtype is neither float16 nor bfloat16";
+  if (problem.value_dim != problem.head_dim) return "values have another head dim than keys";
+  if (problem.head_dim > 256) return "the head dim is above 256";
+  if (problem.head_dim % 8 != 0) return "the head dim is not a multiple of 8";
+  if (scores.window_left != kUnlimited ||
+      (scores.window_right != kUnlimited && scores.window_right != 0))
+    return "the window is neither causal nor unlimited";
+  if (scores.softcap != 0.0) return "there is a soft cap";
+  if (params.features.any_mask_or_bias()) return "there is a bias, a mask or segments";
+  if (params.features.sinks) return "there are attention sinks";
+  if (!tma_aligned(params.q) || !tma_aligned(params.k) || !tma_aligned(params.v) ||
+      !tma_aligned(params.o))
+    return "an operand does not start at a multiple of 16 bytes";
+  if (!tma_can_walk(params.q, problem.q_len, problem.q_heads) ||
+      !tma_can_walk(params.k, problem.kv_len, problem.kv_heads) ||
+      !tma_can_walk(params.v, problem.kv_len, problem.kv_heads) ||
+      !tma_can_walk(params.o, problem.q_len, problem.q_heads))
+    return "a stride is not a positive multiple of 16 bytes";
+  const int64_t rows = int64_t{problem.batch} * problem.q_heads * ((problem.q_len + 127) / 128);
+  if (rows > kUnlimited) return "there are more than 2^31 tiles";
+  return nullptr;
+}
+inline bool prefill_sm90_supports(const PrefillParams& params, const char** reason) {
+  *reason = prefill_sm90_refusal(params);
+  return *reason == nullptr;
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_TILES_SM90_H_
