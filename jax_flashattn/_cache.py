@@ -110,11 +110,12 @@ class KVCache:
                 arguments.fail(ValueError, op, name, "has the wrong shape", x.shape,
                                f"batch, heads and head dim must be {wanted}")  # fmt: skip
         tokens = key.shape[seq]
-        position = self.seq_lens[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+        step = jnp.arange(tokens, dtype=jnp.int32)[None]
+        position = self.seq_lens[:, None] + step
         count = jnp.full((batch,), tokens, jnp.int32)
         if new_lens is not None:
             count = jnp.clip(arguments.check_lengths(op, "new_lens", new_lens, (batch,)), 0, tokens)
-        real = jnp.arange(tokens, dtype=jnp.int32) < count[:, None]
+        real = step < count[:, None]
         if rotary is not None:
             key = rotate(key, position, rotary, self.layout)
         first, row = self._place(jnp.where(real, position, self.capacity))

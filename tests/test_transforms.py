@@ -210,7 +210,7 @@ def test_vmap_and_grad(platform, names, order):
 
 
 def check_mapped_gradients(ours, cotangents, calls, summed, case):
-    """Gradients by operand: those of each call, or for `summed` operands their sum over the calls."""
+    """Gradients by operand: one for each call, or for `summed` operands their sum over the calls."""
 
     def stack(oracle):
         grads = [

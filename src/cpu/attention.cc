@@ -38,8 +38,8 @@ int64_t wanted_tasks() {
   return 4 * static_cast<int64_t>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
-// How many of `units` a task takes, at most `limit`, so that there are enough tasks: those of `others`
-// sequences and heads times what the units give.
+// How many of `units` a task takes, at most `limit`, so that there are enough tasks: those of
+// `others` sequences and heads times what the units give.
 int units_per_task(int64_t units, int64_t others, int64_t limit) {
   const int64_t per_task = divide_up(units * others, wanted_tasks());
   return static_cast<int>(std::clamp<int64_t>(per_task, 1, limit));
@@ -92,8 +92,8 @@ int choose_splits(const DecodeParams& params) {
   const Problem& problem = params.problem;
   const int64_t sequences = int64_t{problem.batch} * problem.kv_heads;
   const int64_t most = longest_sequence(params) / (kFewestTiles * kTileKeys);
-  return static_cast<int>(
-      std::clamp<int64_t>(wanted_tasks() / std::max<int64_t>(1, sequences), 1, std::max<int64_t>(1, most)));
+  return static_cast<int>(std::clamp<int64_t>(wanted_tasks() / std::max<int64_t>(1, sequences), 1,
+                                              std::max<int64_t>(1, most)));
 }
 
 void set_splits(const DecodeParams& params, ForwardCall& call) {
@@ -128,7 +128,7 @@ void decode(const DecodeParams& params, const ParallelFor& parallel_for) {
   call.params.q = params.q;
   call.params.o = params.o;
   call.params.lse = params.lse;
-  call.key_values = {params.k,         params.v,        params.cache_dtype, params.page_table,
+  call.key_values = {params.k,         params.v,         params.cache_dtype, params.page_table,
                      params.page_size, params.num_pages, params.key_scale,   params.value_scale};
   set_splits(params, call);
   if (call.splits == 1) return run_forward(call, parallel_for);

@@ -5,8 +5,8 @@
 //   delta = rowsum(dO * O) - dlse
 //
 // Two kinds of task compute the same P and dS: one owns row blocks and sums dQ over keys, the other
-// owns tiles of keys and sums dK and dV over the rows of all heads that read them. Each gradient has
-// one owner, which adds in a fixed order: no atomics, no partial sums in memory.
+// owns tiles of keys and sums dK and dV over the rows of all heads that read them. Each gradient
+// has one owner, which adds in a fixed order: no atomics, no partial sums in memory.
 #ifndef FLASHATTN_CPU_BACKWARD_H_
 #define FLASHATTN_CPU_BACKWARD_H_
 
@@ -36,8 +36,8 @@ struct GradientBlock {
   using Real = typename V::Real;
 
   RowBlock<V> rows;
-  Real *q, *dout;                          // [row][q_stride], scaled; [row][v_stride]
-  Real *q_columns, *dout_columns;          // [head_dim][width], [value_dim][width]
+  Real *q, *dout;                  // [row][q_stride], scaled; [row][v_stride]
+  Real *q_columns, *dout_columns;  // [head_dim][width], [value_dim][width]
   Real lse[V::kBlock], delta[V::kBlock];
   bool q_finite, dout_finite;
 };
@@ -50,8 +50,9 @@ struct GradientTile {
 
 template <class V>
 int64_t gradient_block_size(const Problem& problem) {
-  const int64_t natural = Scratch<V>::rounded(int64_t{tile_stride<V>(problem.head_dim)} * V::kBlock) +
-                          Scratch<V>::rounded(int64_t{tile_stride<V>(problem.value_dim)} * V::kBlock);
+  const int64_t natural =
+      Scratch<V>::rounded(int64_t{tile_stride<V>(problem.head_dim)} * V::kBlock) +
+      Scratch<V>::rounded(int64_t{tile_stride<V>(problem.value_dim)} * V::kBlock);
   return 2 * natural;
 }
 
@@ -134,8 +135,8 @@ void store_bias_gradient(const BackwardParams& params, int b, const RowBlock<V>&
                          const KeyTile<V>& tile, const typename V::Real* ds) {
   const Problem& problem = params.forward.problem;
   for (int lane = 0; lane < rows.rows; ++lane) {
-    const int64_t row = (int64_t{b} * problem.q_heads + rows.head[lane]) * problem.q_len +
-                        rows.position[lane];
+    const int64_t row =
+        (int64_t{b} * problem.q_heads + rows.head[lane]) * problem.q_len + rows.position[lane];
     float* to = params.dbias + row * problem.kv_len + tile.begin;
     for (int j = 0; j < tile.count(); ++j) {
       to[j] = static_cast<float>(ds[j * rows.width + lane]);
@@ -151,7 +152,9 @@ void compute_gradient_tile(const BackwardParams& params, int b, const KeyTile<V>
                            const GradientTile<V>& to) {
   const PrefillParams& forward = params.forward;
   const int width = block.rows.width;
-  compute_scores<V>(forward, b, block.rows, tile, block.q_columns, to.p, to.softcap_slopes);
+  multiply<V>({tile.k, 1, tile.k_stride}, block.q_columns, width, forward.problem.head_dim,
+              tile.count(), width, {to.p, width});
+  finish_scores<V>(forward, b, block.rows, tile, to.p, to.softcap_slopes);
   multiply<V>({tile.v, 1, tile.v_stride}, block.dout_columns, width, forward.problem.value_dim,
               tile.count(), width, {to.ds, width});
   weigh_gradients<V>(block, tile.count(), to.p, to.ds);
@@ -166,8 +169,9 @@ void compute_gradient_tile(const BackwardParams& params, int b, const KeyTile<V>
   }
 }
 
-// delta of the rows of one row block. The sum goes over the value dim in the order in which the product
-// of dO and V does: where one key has all the weight and O is its V, dP - delta is exactly 0.
+// delta of the rows of one row block. The sum goes over the value dim in the order in which the
+// product of dO and V does: where one key has all the weight and O is its V, dP - delta is exactly
+// 0.
 template <class V>
 void delta(const BackwardCall& call, int64_t task) {
   using Real = typename V::Real;
@@ -209,8 +213,8 @@ template <class V>
 void clear_bias_gradient(const BackwardParams& params, int b, const RowBlock<V>& rows) {
   const Problem& problem = params.forward.problem;
   for (int lane = 0; lane < rows.rows; ++lane) {
-    const int64_t row = (int64_t{b} * problem.q_heads + rows.head[lane]) * problem.q_len +
-                        rows.position[lane];
+    const int64_t row =
+        (int64_t{b} * problem.q_heads + rows.head[lane]) * problem.q_len + rows.position[lane];
     for (int64_t j = 0; j < problem.kv_len; ++j) params.dbias[row * problem.kv_len + j] = 0;
   }
 }
@@ -224,9 +228,9 @@ void store_query_gradient(const BackwardParams& params, int b, const GradientBlo
   for (int lane = 0; lane < block.rows.rows; ++lane) {
     gather_lane<V>(dq, block.rows.width, lane, problem.head_dim, buffer);
     for (int d = 0; d < problem.head_dim; ++d) buffer[d] *= scale;
-    Convert<V>::store_row(
-        params.dq.data, buffer, problem.dtype,
-        params.dq.offset(b, block.rows.position[lane], block.rows.head[lane]), problem.head_dim);
+    Convert<V>::store_row(params.dq.data, buffer, problem.dtype,
+                          params.dq.offset(b, block.rows.position[lane], block.rows.head[lane]),
+                          problem.head_dim);
   }
 }
 
@@ -241,9 +245,9 @@ void query_gradient(const BackwardCall& call, int64_t task) {
   const int64_t row_task = call.row_tasks - 1 - task / problem.batch;  // long tasks first
   const int64_t rows = int64_t{problem.q_len} * problem.group();
   const int64_t dq_size = int64_t{problem.head_dim} * V::kBlock;
-  const int blocks = min_int(call.blocks_per_task,
-                             (rows - row_task * call.blocks_per_task * V::kBlock + V::kBlock - 1) /
-                                 V::kBlock);
+  const int blocks =
+      min_int(call.blocks_per_task,
+              (rows - row_task * call.blocks_per_task * V::kBlock + V::kBlock - 1) / V::kBlock);
   Scratch<V> scratch(tile_size<V>(problem) + gradient_tile_size<V>() +
                      blocks * (gradient_block_size<V>(problem) + Scratch<V>::rounded(dq_size)));
   KeyTile<V> tile = make_tile<V>(problem, scratch);
@@ -288,12 +292,10 @@ void query_gradient(const BackwardCall& call, int64_t task) {
 template <class V>
 KeyRange visible_queries(const Scores& scores, KeyRange keys, int q_len, int kv_len) {
   const int64_t shift = scores.bottom_right ? kv_len - q_len : 0;
-  return {scores.window_right == kUnlimited
-              ? 0
-              : max_int(0, keys.begin - shift - scores.window_right),
-          scores.window_left == kUnlimited
-              ? q_len
-              : min_int(q_len, keys.end - shift + scores.window_left)};
+  return {
+      scores.window_right == kUnlimited ? 0 : max_int(0, keys.begin - shift - scores.window_right),
+      scores.window_left == kUnlimited ? q_len
+                                       : min_int(q_len, keys.end - shift + scores.window_left)};
 }
 
 template <class V>
@@ -355,8 +357,8 @@ void key_value_gradients(const BackwardCall& call, int64_t task) {
     load_tile<V>(problem, call.key_values, b, kv_head, begin, min_int(begin + kTileKeys, kv_len),
                  keys[i].tile);
   }
-  const KeyRange positions = visible_queries<V>(
-      forward.scores, {first_key, min_int(last_key, kv_len)}, q_len, kv_len);
+  const KeyRange positions =
+      visible_queries<V>(forward.scores, {first_key, min_int(last_key, kv_len)}, q_len, kv_len);
   const int64_t last_row = first_key < kv_len ? int64_t{positions.end} * problem.group() : 0;
   for (int64_t row = int64_t{positions.begin} * problem.group(); row < last_row; row += V::kBlock) {
     load_gradient_block<V>(call, b, kv_head, row, min_int(last_row - row, V::kBlock), block);

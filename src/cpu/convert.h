@@ -1,7 +1,8 @@
 // Rows of numbers of any dtype, converted to and from the type that the kernels compute in.
 //
-// The conversions are integer arithmetic without branches, which the compiler vectorises, and touch no
-// subnormal float: XLA runs its threads with those flushed to zero, where float16 has them as values.
+// The conversions are integer arithmetic without branches, which the compiler vectorises, and touch
+// no subnormal float: XLA runs its threads with those flushed to zero, where float16 has them as
+// values.
 #ifndef FLASHATTN_CPU_CONVERT_H_
 #define FLASHATTN_CPU_CONVERT_H_
 
@@ -16,8 +17,9 @@ template <class V>
 struct Convert {
   using Real = typename V::Real;
 
-  // Sixteen or eight bits: a sign, ExponentBits with the usual bias and MantissaBits. Magnitudes from
-  // FirstSpecial on are no numbers: infinity and NaNs, or the one NaN of formats without infinity.
+  // Sixteen or eight bits: a sign, ExponentBits with the usual bias and MantissaBits. Magnitudes
+  // from FirstSpecial on are no numbers: infinity and NaNs, or the one NaN of formats without
+  // infinity.
   template <int ExponentBits, int MantissaBits, uint32_t FirstSpecial>
   static float from_small_float(uint32_t bits) {
     constexpr int kShift = 23 - MantissaBits;

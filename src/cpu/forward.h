@@ -1,5 +1,5 @@
-// Prefill and decode: a task takes some row blocks through their visible keys, tile by tile, with an
-// online softmax, and writes the output, or a partial result when the keys are split over tasks.
+// Prefill and decode: a task takes some row blocks through their visible keys, tile by tile, with
+// an online softmax, and writes the output, or a partial result when the keys are split over tasks.
 #ifndef FLASHATTN_CPU_FORWARD_H_
 #define FLASHATTN_CPU_FORWARD_H_
 
@@ -11,14 +11,16 @@
 
 namespace flashattn::cpu {
 
-// What a row block carries from tile to tile.
+// What a row block carries from tile to tile. A few rows, as in decode, would leave most lanes of
+// the vectors empty: then the vectors of queries and output run along the head dim instead.
 template <class V>
 struct BlockState {
   using Real = typename V::Real;
 
   RowBlock<V> rows;
-  Real* queries;     // [head_dim][width]
-  Real* output;      // [value_dim][width], to be divided by sum
+  bool few;
+  Real* queries;  // [head_dim][width], few: [row][tile's k_stride]
+  Real* output;   // to be divided by sum; [value_dim][width], few: [row][tile's v_stride]
   Real maximum[V::kBlock], sum[V::kBlock];  // of the scores; of exp(score - maximum)
 };
 
@@ -54,14 +56,16 @@ void start_block(const ForwardCall& call, const ForwardTask& task, int64_t first
   const PrefillParams& params = call.params;
   const Problem& problem = params.problem;
   const int64_t left = task.last_row - first_row;
-  block.rows = make_row_block<V>(params, task.b, task.kv_head, first_row,
-                                 min_int(left, V::kBlock));
-  block.queries = scratch.take(int64_t{problem.head_dim} * V::kBlock);
-  block.output = scratch.take_zeros(int64_t{problem.value_dim} * V::kBlock);
-  const int stride = tile_stride<V>(problem.head_dim);
+  block.rows = make_row_block<V>(params, task.b, task.kv_head, first_row, min_int(left, V::kBlock));
+  block.few = block.rows.rows <= V::kLanes / 2;
+  const int k_stride = tile_stride<V>(problem.head_dim);
+  block.queries = scratch.take(int64_t{k_stride} * V::kBlock);
+  block.output = scratch.take_zeros(int64_t{tile_stride<V>(problem.value_dim)} * V::kBlock);
   load_rows<V>(params.q, problem.dtype, task.b, block.rows, problem.head_dim, params.scores.scale,
-               buffer, stride);
-  transpose<V>(buffer, stride, block.rows.width, problem.head_dim, block.queries);
+               block.few ? block.queries : buffer, k_stride);
+  if (!block.few) {
+    transpose<V>(buffer, k_stride, block.rows.width, problem.head_dim, block.queries);
+  }
   for (int lane = 0; lane < block.rows.width; ++lane) {
     Real sink = -V::kInfinity;
     if (params.features.sinks && task.split == 0 && is_present(params, task.b, block.rows, lane)) {
@@ -72,10 +76,11 @@ void start_block(const ForwardCall& call, const ForwardTask& task, int64_t first
   }
 }
 
-// Turns scores into weights relative to the new maximum; factors bring what was summed so far there.
+// Turns scores into weights relative to the new maximum; factors bring what was summed so far
+// there.
 //
-// The sum goes over the keys in the order in which the product with V does, so that both round alike
-// and a constant V comes out as it went in.
+// The sum goes over the keys in the order in which the product with V does, so that both round
+// alike and a constant V comes out as it went in.
 template <class V>
 void online_softmax(int keys, int width, typename V::Real* scores, typename V::Real* maximum,
                     typename V::Real* sum, typename V::Real* factors) {
@@ -109,13 +114,28 @@ void online_softmax(int keys, int width, typename V::Real* scores, typename V::R
 template <class V>
 void attend(const PrefillParams& params, int b, const KeyTile<V>& tile, typename V::Real* scores,
             BlockState<V>& block) {
-  const int width = block.rows.width;
+  using Sum = Result<typename V::Real>;
+  const Problem& problem = params.problem;
+  const int rows = block.rows.rows, width = block.rows.width, keys = tile.count();
   typename V::Real factors[V::kBlock];
-  compute_scores<V>(params, b, block.rows, tile, block.queries, scores);
-  online_softmax<V>(tile.count(), width, scores, block.maximum, block.sum, factors);
-  multiply_weighted<V>(tile.v_finite, Weights::kB, {tile.v, tile.v_stride, 1}, scores, width,
-                       tile.count(), params.problem.value_dim, width,
-                       {block.output, width, Result<typename V::Real>::kRescaleAndAdd, factors});
+  if (block.few) {
+    multiply_few<V>(tile.k, tile.k_stride, block.queries, tile.k_stride, problem.head_dim, keys,
+                    rows, scores, width);
+  } else {
+    multiply<V>({tile.k, 1, tile.k_stride}, block.queries, width, problem.head_dim, keys, width,
+                {scores, width});
+  }
+  finish_scores<V>(params, b, block.rows, tile, scores);
+  online_softmax<V>(keys, width, scores, block.maximum, block.sum, factors);
+  if (block.few) {
+    multiply_weighted<V>(tile.v_finite, Weights::kA, {scores, width, 1}, tile.v, tile.v_stride,
+                         keys, rows, V::whole_vectors(problem.value_dim),
+                         {block.output, tile.v_stride, Sum::kRescaleRows, factors});
+  } else {
+    multiply_weighted<V>(tile.v_finite, Weights::kB, {tile.v, tile.v_stride, 1}, scores, width,
+                         keys, problem.value_dim, width,
+                         {block.output, width, Sum::kRescaleColumns, factors});
+  }
 }
 
 // The keys of the task: its split of what the sequence sees, as far as its own rows see them. Tiles
@@ -161,13 +181,18 @@ void write_block(const ForwardCall& call, const ForwardTask& task, int64_t first
   const int dim = problem.value_dim;
   const int64_t rows = int64_t{problem.q_len} * problem.group();
   for (int lane = 0; lane < block.rows.rows; ++lane) {
-    gather_lane<V>(block.output, block.rows.width, lane, dim, buffer);
+    if (block.few) {
+      gather_lane<V>(block.output + int64_t{lane} * tile_stride<V>(dim), 1, 0, dim, buffer);
+    } else {
+      gather_lane<V>(block.output, block.rows.width, lane, dim, buffer);
+    }
     if (!call.partials) {
       write_row<V>(call.params, task.b, block.rows.position[lane], block.rows.head[lane], buffer,
                    block.maximum[lane], block.sum[lane]);
       continue;
     }
-    const int64_t row = (int64_t{task.b} * problem.kv_heads + task.kv_head) * rows + first_row + lane;
+    const int64_t row =
+        (int64_t{task.b} * problem.kv_heads + task.kv_head) * rows + first_row + lane;
     auto* partial = static_cast<typename V::Real*>(call.partials) +
                     (row * call.splits + task.split) * (dim + 2);
     for (int d = 0; d < dim; ++d) partial[d] = buffer[d];
@@ -179,9 +204,10 @@ void write_block(const ForwardCall& call, const ForwardTask& task, int64_t first
 template <class V>
 int64_t forward_scratch(const Problem& problem, int blocks) {
   const int64_t row_numbers =
-      Scratch<V>::rounded(int64_t{problem.head_dim} * V::kBlock) +
-      Scratch<V>::rounded(int64_t{problem.value_dim} * V::kBlock);
-  const int64_t buffer = V::kBlock * (int64_t{tile_stride<V>(problem.head_dim)} + problem.value_dim);
+      Scratch<V>::rounded(int64_t{tile_stride<V>(problem.head_dim)} * V::kBlock) +
+      Scratch<V>::rounded(int64_t{tile_stride<V>(problem.value_dim)} * V::kBlock);
+  const int64_t buffer =
+      V::kBlock * (int64_t{tile_stride<V>(problem.head_dim)} + problem.value_dim);
   return tile_size<V>(problem) + blocks * row_numbers + Scratch<V>::rounded(buffer) +
          Scratch<V>::rounded(kTileKeys * V::kBlock);
 }
@@ -246,7 +272,8 @@ void combine(const ForwardCall& call, int64_t task) {
   const int kv_head = static_cast<int>(task % problem.kv_heads);
   const int64_t rows = int64_t{problem.q_len} * group;
   const int64_t row_size = int64_t{call.splits} * (problem.value_dim + 2);
-  const auto* partials = static_cast<const typename V::Real*>(call.partials) + task * rows * row_size;
+  const auto* partials =
+      static_cast<const typename V::Real*>(call.partials) + task * rows * row_size;
   Scratch<V> scratch(Scratch<V>::rounded(problem.value_dim));
   typename V::Real* output = scratch.take(problem.value_dim);
   for (int64_t row = 0; row < rows; ++row) {

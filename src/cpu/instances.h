@@ -1,4 +1,5 @@
-// The kernels of an instruction set. Only the translation unit that is compiled for it includes this.
+// The kernels of an instruction set. Only the translation unit that is compiled for it includes
+// this.
 #ifndef FLASHATTN_CPU_INSTANCES_H_
 #define FLASHATTN_CPU_INSTANCES_H_
 
@@ -11,7 +12,8 @@ namespace flashattn::cpu {
 
 template <class V>
 constexpr Kernels make_kernels() {
-  return {V::kBlock,         forward<V>,       combine<V>, delta<V>, query_gradient<V>, key_value_gradients<V>,
+  return {V::kBlock,       forward<V>,        combine<V>,
+          delta<V>,        query_gradient<V>, key_value_gradients<V>,
           sink_gradient<V>};
 }
 

@@ -1,7 +1,7 @@
 // What the dispatcher (attention.cc) and the kernels of each instruction set say to each other.
 //
-// A call is a set of independent tasks. A kernel does one task, from start to end, on one thread; the
-// dispatcher decides how large tasks are and in what order they start.
+// A call is a set of independent tasks. A kernel does one task, from start to end, on one thread;
+// the dispatcher decides how large tasks are and in what order they start.
 #ifndef FLASHATTN_CPU_KERNELS_H_
 #define FLASHATTN_CPU_KERNELS_H_
 
@@ -36,7 +36,8 @@ struct ForwardCall {
   int64_t row_tasks = 0;  // tasks that share out the rows of one sequence and key/value head
 
   // Split keys: partial results of (batch, kv head, row, split), each value_dim + 2 numbers: output
-  // not yet divided by the sum, maximum, sum. Either a number of equal ranges, or ranges of fixed size.
+  // not yet divided by the sum, maximum, sum. Either a number of equal ranges, or ranges of fixed
+  // size.
   int splits = 1;
   int keys_per_split = 0;  // 0: the visible keys divided by splits
   void* partials = nullptr;
@@ -59,7 +60,7 @@ struct BackwardCall {
 struct Kernels {
   int block_rows;
   void (*forward)(const ForwardCall&, int64_t task);
-  void (*combine)(const ForwardCall&, int64_t task);      // task: (batch, kv head)
+  void (*combine)(const ForwardCall&, int64_t task);  // task: (batch, kv head)
   void (*delta)(const BackwardCall&, int64_t task);
   void (*query_gradient)(const BackwardCall&, int64_t task);
   void (*key_value_gradients)(const BackwardCall&, int64_t task);

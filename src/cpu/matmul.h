@@ -19,15 +19,21 @@ struct Matrix {
 
 template <class Real>
 struct Result {
-  enum Update { kSet, kAdd, kRescaleAndAdd };
+  enum Update {
+    kSet,
+    kAdd,
+    kRescaleColumns,  // C[m][x] = factor[x] * C[m][x] + ...
+    kRescaleRows      // C[m][x] = factor[m] * C[m][x] + ...
+  };
 
   Real* data;
   int stride;
   Update update = kSet;
-  const Real* factor = nullptr;  // kRescaleAndAdd: C = factor[x] * C + A * B
+  const Real* factor = nullptr;
 
   Result at(int m, int x) const {
-    return {data + int64_t{m} * stride + x, stride, update, factor ? factor + x : nullptr};
+    const int skipped = update == kRescaleColumns ? x : (update == kRescaleRows ? m : 0);
+    return {data + int64_t{m} * stride + x, stride, update, factor + skipped};
   }
 };
 
@@ -35,7 +41,8 @@ template <class V>
 void update_vector(const Result<typename V::Real>& c, int m, int x, typename V::Vec sum) {
   typename V::Real* target = c.data + int64_t{m} * c.stride + x;
   if (c.update == c.kAdd) sum = V::load(target) + sum;
-  if (c.update == c.kRescaleAndAdd) sum = V::load(target) * V::load(c.factor + x) + sum;
+  if (c.update == c.kRescaleColumns) sum = V::load(target) * V::load(c.factor + x) + sum;
+  if (c.update == c.kRescaleRows) sum = V::load(target) * V::broadcast(c.factor[m]) + sum;
   V::store(target, sum);
 }
 
@@ -100,8 +107,8 @@ void multiply(const Matrix<typename V::Real>& a, const typename V::Real* b, int 
 
 enum class Weights { kA, kB };
 
-// The same product where the operand that is not the weights holds a NaN or an infinity: a weight of
-// zero, which is what a masked position has, must not meet it.
+// The same product where the operand that is not the weights holds a NaN or an infinity: a weight
+// of zero, which is what a masked position has, must not meet it.
 template <class V>
 void multiply_guarded(Weights weights, const Matrix<typename V::Real>& a, const typename V::Real* b,
                       int b_stride, int depth, int rows, int columns,
@@ -130,6 +137,40 @@ void multiply_weighted(bool finite, Weights weights, const Matrix<typename V::Re
     multiply<V>(a, b, b_stride, depth, rows, columns, c);
   } else {
     multiply_guarded<V>(weights, a, b, b_stride, depth, rows, columns, c);
+  }
+}
+
+// C[m][x] = A[m] . B[x] for a few rows of B, the vectors along the rows: where there are too few
+// columns to fill vectors with. A, B and C have rows of whole vectors; those of A and B end in
+// zeros.
+template <class V, int Columns>
+void dot_columns(const typename V::Real* a, int a_stride, const typename V::Real* b, int b_stride,
+                 int depth, int rows, int column, int columns, typename V::Real* c, int c_stride) {
+  for (; column + Columns <= columns; column += Columns) {
+    const typename V::Real* b_x = b + int64_t{column} * b_stride;
+    for (int m = 0; m < rows; ++m) {
+      typename V::Vec sums[Columns] = {};
+      for (int k = 0; k < depth; k += V::kLanes) {
+        const typename V::Vec a_mk = V::load(a + int64_t{m} * a_stride + k);
+#pragma GCC unroll 8
+        for (int x = 0; x < Columns; ++x) sums[x] += a_mk * V::load(b_x + x * b_stride + k);
+      }
+#pragma GCC unroll 8
+      for (int x = 0; x < Columns; ++x) c[m * c_stride + column + x] = V::sum(sums[x]);
+    }
+  }
+  if constexpr (Columns > 1) {
+    dot_columns<V, Columns / 2>(a, a_stride, b, b_stride, depth, rows, column, columns, c,
+                                c_stride);
+  }
+}
+
+template <class V>
+void multiply_few(const typename V::Real* a, int a_stride, const typename V::Real* b, int b_stride,
+                  int depth, int rows, int columns, typename V::Real* c, int c_stride) {
+  dot_columns<V, 4>(a, a_stride, b, b_stride, depth, rows, 0, columns, c, c_stride);
+  for (int m = 0; m < rows; ++m) {
+    for (int x = columns; x < V::whole_vectors(columns); ++x) c[m * c_stride + x] = 0;
   }
 }
 

@@ -43,8 +43,8 @@ class Scratch {
   Real* next_;
 };
 
-// Row r of a sequence and key/value head is head r % G of the group at position r / G: neighbours see
-// nearly the same keys, and every vector is full however short the sequence is.
+// Row r of a sequence and key/value head is head r % G of the group at position r / G: neighbours
+// see nearly the same keys, and every vector is full however short the sequence is.
 template <class V>
 struct RowBlock {
   int rows, width;  // width: rows in whole vectors; the rest of the last one sees no key
@@ -99,7 +99,8 @@ RowBlock<V> make_row_block(const PrefillParams& params, int b, int kv_head, int6
   return block;
 }
 
-// Compares magnitudes as integers, which order like the numbers, with infinity on top and NaN above.
+// Compares magnitudes as integers, which order like the numbers, with infinity on top and NaN
+// above.
 template <class V>
 bool rows_finite(const typename V::Real* p, int stride, int rows, int dim) {
   using IntVec = typename V::IntVec;
@@ -141,8 +142,7 @@ void load_rows(const Strided& operand, DType dtype, int b, const RowBlock<V>& ro
 
 // to[d][lane] = from[lane][d].
 template <class V>
-void transpose(const typename V::Real* from, int stride, int lanes, int dim,
-               typename V::Real* to) {
+void transpose(const typename V::Real* from, int stride, int lanes, int dim, typename V::Real* to) {
   constexpr int kStep = 8;  // a column of so many lines stays in the cache
   for (int first = 0; first < lanes; first += V::kLanes) {
     for (int d0 = 0; d0 < dim; d0 += kStep) {

@@ -120,14 +120,13 @@ void hide_absent_keys(const RowBlock<V>& rows, const KeyTile<V>& tile, typename 
   }
 }
 
-// The final scores, -infinity where a row does not see a key. queries: [head_dim][row], scaled.
+// Turns products of keys and scaled queries into the final scores, -infinity where a row does not
+// see a key.
 template <class V>
-void compute_scores(const PrefillParams& params, int b, const RowBlock<V>& rows,
-                    const KeyTile<V>& tile, const typename V::Real* queries,
-                    typename V::Real* scores, typename V::Real* softcap_slopes = nullptr) {
+void finish_scores(const PrefillParams& params, int b, const RowBlock<V>& rows,
+                   const KeyTile<V>& tile, typename V::Real* scores,
+                   typename V::Real* softcap_slopes = nullptr) {
   const Features& features = params.features;
-  multiply<V>({tile.k, 1, tile.k_stride}, queries, rows.width, params.problem.head_dim,
-              tile.count(), rows.width, {scores, rows.width});
   if (params.scores.softcap != 0) {
     apply_softcap<V>(params.scores.softcap, int64_t{tile.count()} * rows.width, scores,
                      softcap_slopes);

@@ -11,7 +11,7 @@ namespace flashattn::cpu {
 
 template <class V>
 struct KeyTile {
-  typename V::Real *k, *v;  // [kTileKeys][stride]
+  typename V::Real *k, *v;  // [kTileKeys][stride], zeros beyond the head dim
   int k_stride, v_stride;
   int begin, end;
   bool k_finite, v_finite;
@@ -37,8 +37,8 @@ KeyTile<V> make_tile(const Problem& problem, Scratch<V>& scratch) {
   KeyTile<V> tile;
   tile.k_stride = tile_stride<V>(problem.head_dim);
   tile.v_stride = tile_stride<V>(problem.value_dim);
-  tile.k = scratch.take(int64_t{kTileKeys} * tile.k_stride);
-  tile.v = scratch.take(int64_t{kTileKeys} * tile.v_stride);
+  tile.k = scratch.take_zeros(int64_t{kTileKeys} * tile.k_stride);
+  tile.v = scratch.take_zeros(int64_t{kTileKeys} * tile.v_stride);
   tile.begin = tile.end = 0;
   return tile;
 }

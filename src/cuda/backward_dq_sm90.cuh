@@ -1,6 +1,6 @@
 // dQ on Hopper without a sum over blocks: what deterministic calls, and head dims whose accumulator
-// would overload L2, get. A block owns 128 query rows of one head, keeps Q and dO in shared memory and
-// dQ in registers, and walks over the keys that they see:
+// would overload L2, get. A block owns 128 query rows of one head, keeps Q and dO in shared memory
+// and dQ in registers, and walks over the keys that they see:
 //
 //   S = Q K^T   dP = dO V^T   dS = exp2(scale log2e S - lse2) (dP - delta)   dQ += dS K
 //
@@ -36,10 +36,15 @@ struct BackwardDqLayout {
 };
 
 struct BackwardDqBarriers {
-  uint32_t q_full, repair, k_full, k_empty, v_full, v_empty;  // of stage 0, the next 8 bytes further
+  uint32_t q_full, repair, k_full, k_empty, v_full,
+      v_empty;  // of stage 0, the next 8 bytes further
 
   __device__ explicit BackwardDqBarriers(uint32_t base)
-      : q_full(base), repair(base + 8), k_full(base + 16), k_empty(base + 32), v_full(base + 48),
+      : q_full(base),
+        repair(base + 8),
+        k_full(base + 16),
+        k_empty(base + 32),
+        v_full(base + 48),
         v_empty(base + 64) {}
 
   __device__ void init() const {
@@ -71,7 +76,8 @@ struct BackwardDqTask {
   int row_shift;  // row i sees the keys up to i + row_shift
   bool causal;
   RowRange valid;
-  int key_blocks, plain_blocks;  // walked from the last to the first; the first plain ones need no mask
+  int key_blocks,
+      plain_blocks;  // walked from the last to the first; the first plain ones need no mask
 
   // Keys below this one are visible to a row.
   __device__ __forceinline__ int key_limit(int row) const {
@@ -151,8 +157,13 @@ class BackwardDqConsumer {
                                                 const BackwardDqTask& task,
                                                 const BackwardDqBarriers& barriers, uint32_t smem,
                                                 int q_heads, int warpgroup)
-      : maps_(maps), grid_(grid), task_(task), barriers_(barriers), smem_(smem),
-        warpgroup_(warpgroup), thread_(threadIdx.x & 127) {
+      : maps_(maps),
+        grid_(grid),
+        task_(task),
+        barriers_(barriers),
+        smem_(smem),
+        warpgroup_(warpgroup),
+        thread_(threadIdx.x & 127) {
     grid_dependency_wait();
     const int64_t row =
         (int64_t{task.b} * q_heads + task.head) * grid.workspace.padded_rows + first_row();
@@ -172,10 +183,11 @@ class BackwardDqConsumer {
     mbarrier_wait(barriers_.q_full, 0);
     issue_scores();
     wgmma_wait<0>();
-    // As in backward_sm90.cuh, every loop edge is a full wait. The last block ends the pipeline and is
-    // masked whether it needs it or not: one copy of a step less.
+    // As in backward_sm90.cuh, every loop edge is a full wait. The last block ends the pipeline and
+    // is masked whether it needs it or not: one copy of a step less.
     clear_dq();
-    int masked = task_.key_blocks - max(1, task_.plain_blocks), plain = max(1, task_.plain_blocks) - 1;
+    int masked = task_.key_blocks - max(1, task_.plain_blocks),
+        plain = max(1, task_.plain_blocks) - 1;
 #pragma unroll 1
     for (; masked > 0; --masked) {
       step<true, true>();
@@ -237,7 +249,8 @@ class BackwardDqConsumer {
     wgmma_commit();
   }
 
-  // In flight on entry: S of this block and dQ of the one before it; on exit the same one block further.
+  // In flight on entry: S of this block and dQ of the one before it; on exit the same one block
+  // further.
   template <bool Masked, bool HasNext>
   __device__ __forceinline__ void step() {
     issue_dp();
@@ -348,8 +361,8 @@ __global__ void __launch_bounds__(384, 1)
       produce_dq<L, HeadDim>(maps, params, task, barriers, smem, threadIdx.x);
   } else {
     registers_claim<240>();
-    BackwardDqConsumer<T, HeadDim>(maps, grid, task, barriers, smem,
-                                   params.forward.problem.q_heads, warpgroup - 1)
+    BackwardDqConsumer<T, HeadDim>(maps, grid, task, barriers, smem, params.forward.problem.q_heads,
+                                   warpgroup - 1)
         .run();
   }
 }
@@ -370,7 +383,8 @@ Status launch_backward_dq_sm90(const BackwardParams& params, const Device& devic
   };
   if (Status s = queries(&maps.q, forward.q, L::kRows); !s.ok()) return s;
   if (Status s = queries(&maps.dout, params.dout, L::kRows); !s.ok()) return s;
-  if (Status s = queries(&maps.dq, params.dq, 64); !s.ok()) return s;  // a warpgroup stores its half
+  if (Status s = queries(&maps.dq, params.dq, 64); !s.ok())
+    return s;  // a warpgroup stores its half
   if (Status s = keys(&maps.k, forward.k); !s.ok()) return s;
   if (Status s = keys(&maps.v, forward.v); !s.ok()) return s;
 
@@ -380,7 +394,8 @@ Status launch_backward_dq_sm90(const BackwardParams& params, const Device& devic
                       scale * kLog2e, BackwardWorkspace(params)};
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};
-  const unsigned blocks = static_cast<unsigned>(problem.batch) * problem.q_heads * grid.query_blocks;
+  const unsigned blocks =
+      static_cast<unsigned>(problem.batch) * problem.q_heads * grid.query_blocks;
   const void* kernel = reinterpret_cast<const void*>(&backward_dq_sm90_kernel<T, HeadDim>);
   return launch({"backward_dq_sm90", kernel, dim3(blocks), 384, L::kBytes}, args, device, stream);
 }

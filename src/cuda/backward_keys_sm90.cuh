@@ -1,13 +1,14 @@
-// Gradients on Hopper. A block owns 128 keys of one key/value head, keeps K and V in shared memory and
-// dK and dV in registers, and walks over the query rows that see them, head after head of its group:
+// Gradients on Hopper. A block owns 128 keys of one key/value head, keeps K and V in shared memory
+// and dK and dV in registers, and walks over the query rows that see them, head after head of its
+// group:
 //
 //   S^T = K Q^T   dP^T = V dO^T   P = exp2(scale log2e S - lse2)   dS = P (dP - delta)
 //   dV += P^T dO  dK += dS^T Q    dQ^T = K^T dS, added to an fp32 accumulator in global memory
 //
 // Everything is transposed, keys along M: then P and dS are A operands of dV and dK as they lie in
-// registers, and only dS goes through shared memory, for dQ. Each of the two consumer warpgroups takes
-// 64 keys; dQ needs all 128, so there the warpgroups split the head dim (H 128) or the rows (H 64).
-// docs/kernels/backward.md has the data movement, the barriers and the measurements.
+// registers, and only dS goes through shared memory, for dQ. Each of the two consumer warpgroups
+// takes 64 keys; dQ needs all 128, so there the warpgroups split the head dim (H 128) or the rows
+// (H 64). docs/kernels/backward.md has the data movement, the barriers and the measurements.
 #ifndef FLASHATTN_CUDA_BACKWARD_KEYS_SM90_CUH_
 #define FLASHATTN_CUDA_BACKWARD_KEYS_SM90_CUH_
 
@@ -61,11 +62,18 @@ class BackwardConsumer {
                                               const BackwardGrid& grid, const BackwardTask& task,
                                               const BackwardBarriers& barriers, uint32_t smem,
                                               int warpgroup)
-      : maps_(maps), params_(params), grid_(grid), task_(task), barriers_(barriers), smem_(smem),
-        warpgroup_(warpgroup), thread_(threadIdx.x & 127) {
+      : maps_(maps),
+        params_(params),
+        grid_(grid),
+        task_(task),
+        barriers_(barriers),
+        smem_(smem),
+        warpgroup_(warpgroup),
+        thread_(threadIdx.x & 127) {
     const int lane = thread_ & 31, warp = thread_ >> 5;
     stats_ = smem + (lane & 3) * 8;
-    // stmatrix.trans: lane l writes query row 8 (l / 16) + l % 8, keys 16 warp + 8 (l / 8 % 2) + 0..7.
+    // stmatrix.trans: lane l writes query row 8 (l / 16) + l % 8, keys 16 warp + 8 (l / 8 % 2) +
+    // 0..7.
     ds_store_ = smem + L::kDs + warpgroup * L::kDsChunk + (8 * (lane >> 4) + (lane & 7)) * 128 +
                 (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
     dq_store_ = smem + L::kDq + warpgroup * L::kDqBytes + thread_ * 16;
@@ -79,8 +87,8 @@ class BackwardConsumer {
     begin_head(0);
     mbarrier_wait(barriers_.k_full, 0);
     first_step();
-    // Every loop edge below is a full wait: accumulators in flight from one loop, or from the peeled
-    // first step, into another would make ptxas serialise all products (C7512).
+    // Every loop edge below is a full wait: accumulators in flight from one loop, or from the
+    // peeled first step, into another would make ptxas serialise all products (C7512).
     int masked = task_.masked_end - task_.first_step - 1, left = task_.steps() - 1;
 #pragma unroll 1
     for (int g = 0;;) {
@@ -117,8 +125,11 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ void begin_head(int g) {
+    // Counted from the first query head of this launch, as the accumulator is.
     const int64_t head =
-        int64_t{task_.b} * params_.forward.problem.q_heads + task_.kv_head * grid_.group + g;
+        int64_t{task_.b * params_.forward.problem.kv_heads + task_.kv_head - grid_.first_head} *
+            grid_.group +
+        g;
     dq_head_ = grid_.workspace.dq + head * grid_.workspace.padded_rows * HeadDim +
                warpgroup_ * (L::kDqBytes / 4);
     step_ = task_.first_step;
@@ -188,13 +199,14 @@ class BackwardConsumer {
                                  grid_.scale_log2, first, first_8);
   }
 
-  // This warpgroup's half of dS, transposed to rows of queries. The barrier before issue_dq() publishes
-  // it, and with it that the previous dQ has left its buffer.
+  // This warpgroup's half of dS, transposed to rows of queries. The barrier before issue_dq()
+  // publishes it, and with it that the previous dQ has left its buffer.
   __device__ __forceinline__ void store_ds() {
     const uint32_t base = ds_store_ + ring_.stage * L::kDsBytes;
 #pragma unroll
     for (int j = 0; j < kRows / 16; ++j)
-      stmatrix_x4_trans(base + j * 2048, ds_[4 * j], ds_[4 * j + 1], ds_[4 * j + 2], ds_[4 * j + 3]);
+      stmatrix_x4_trans(base + j * 2048, ds_[4 * j], ds_[4 * j + 1], ds_[4 * j + 2],
+                        ds_[4 * j + 3]);
     fence_async_proxy();
     bulk_wait_read<0>();
     dq_target_ = dq_head_ + static_cast<int64_t>(step_) * (kRows * HeadDim);
@@ -221,7 +233,7 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ void store_dq() {
-    float(&x)[L::kDqColumns / 2] = dq();
+    float (&x)[L::kDqColumns / 2] = dq();
 #pragma unroll
     for (int j = 0; j < L::kDqColumns / 8; ++j)
       shared_store_f32x4(dq_store_ + j * 2048, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
@@ -274,8 +286,8 @@ class BackwardConsumer {
   }
 
   // kValueFirst and kTogether. dV and dK are the only products in flight over a loop's edge: an
-  // accumulator that is read in the next turn would serialise everything (C7514). So a step begins with
-  // dQ of the block before it.
+  // accumulator that is read in the next turn would serialise everything (C7514). So a step begins
+  // with dQ of the block before it.
   __device__ __forceinline__ void finish_dq_issue() {
     named_barrier_sync(kDsBarrier, 256);
     if constexpr (kTogether) wgmma_wait<0>();
@@ -317,9 +329,9 @@ class BackwardConsumer {
     next_block();
   }
 
-  // kScoresAhead. In flight on entry: S of this block, dK and dQ of the one before it; on exit the same
-  // one block further. The exponentials run under dQ, or dK where there is no dQ, the store of dQ under
-  // dV, dS under the next S.
+  // kScoresAhead. In flight on entry: S of this block, dK and dQ of the one before it; on exit the
+  // same one block further. The exponentials run under dQ, or dK where there is no dQ, the store of
+  // dQ under dV, dS under the next S.
   template <bool Masked, bool Accumulate>
   __device__ __forceinline__ void step_scores_ahead() {
     const uint32_t q_stage = q_ring().stage;
@@ -352,7 +364,8 @@ class BackwardConsumer {
     ring_.advance();
   }
 
-  // ---- the end: dV into V's place in shared memory, dK into K's once both warpgroups are done with K
+  // ---- the end: dV into V's place in shared memory, dK into K's once both warpgroups are done
+  // with K
   __device__ __forceinline__ void store_gradients() {
     to_shared(dv_, smem_ + L::kV, 1.f);
     named_barrier_sync(kDsBarrier, 256);
@@ -387,11 +400,11 @@ class BackwardConsumer {
     }
   }
 
-  // dQ takes the registers of dP, which is consumed before dQ starts, where they are as many; sharing
-  // a part of them would serialise the products (C7511).
+  // dQ takes the registers of dP, which is consumed before dQ starts, where they are as many;
+  // sharing a part of them would serialise the products (C7511).
   static constexpr bool kOwnDq = WithDq && L::kDqColumns != kRows;
 
-  __device__ __forceinline__ float (&dq())[L::kDqColumns / 2] {
+  __device__ __forceinline__ float (&dq()) [L::kDqColumns / 2] {
     if constexpr (kOwnDq)
       return own_dq_;
     else
@@ -419,8 +432,8 @@ class BackwardConsumer {
 template <class T, int HeadDim, bool WithDq>
 __global__ void __launch_bounds__(384, 1)
     backward_keys_sm90_kernel(const __grid_constant__ BackwardMaps maps,
-                         const __grid_constant__ BackwardParams params,
-                         const __grid_constant__ BackwardGrid grid) {
+                              const __grid_constant__ BackwardParams params,
+                              const __grid_constant__ BackwardGrid grid) {
   using L = BackwardLayout<HeadDim, WithDq>;
   extern __shared__ char raw_smem[];
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
@@ -442,7 +455,8 @@ __global__ void __launch_bounds__(384, 1)
       produce<L, HeadDim>(maps, params, grid, task, barriers, smem, threadIdx.x);
   } else {
     registers_claim<240>();
-    BackwardConsumer<T, HeadDim, WithDq>(maps, params, grid, task, barriers, smem, warpgroup - 1).run();
+    BackwardConsumer<T, HeadDim, WithDq>(maps, params, grid, task, barriers, smem, warpgroup - 1)
+        .run();
   }
 }
 

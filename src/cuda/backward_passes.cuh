@@ -1,5 +1,5 @@
-// The two memory-bound passes around the key-block kernel of the backward: before it, what every key
-// block needs of a query row; after it, the fp32 accumulator of dq to the call's dtype.
+// The two memory-bound passes around the key-block kernel of the backward: before it, what every
+// key block needs of a query row; after it, the fp32 accumulator of dq to the call's dtype.
 #ifndef FLASHATTN_CUDA_BACKWARD_PASSES_CUH_
 #define FLASHATTN_CUDA_BACKWARD_PASSES_CUH_
 
@@ -10,8 +10,8 @@
 
 namespace flashattn {
 
-// Query rows [begin, end) of a sequence that see at least one key. The others contribute nothing, and
-// nothing of theirs is read: it may hold NaN.
+// Query rows [begin, end) of a sequence that see at least one key. The others contribute nothing,
+// and nothing of theirs is read: it may hold NaN.
 __device__ __forceinline__ RowRange rows_with_keys(const PrefillParams& forward, int b) {
   const int q_len = forward.q_length(b), kv_len = forward.kv_length(b);
   if (kv_len == 0) return {0, 0};
@@ -24,8 +24,8 @@ __device__ __forceinline__ RowRange rows_with_keys(const PrefillParams& forward,
 template <int HeadDim>
 struct DqFragment {
   static constexpr int kRows = backward_tile_sm90(HeadDim).rows;
-  // A warpgroup's dQ^T: 64 columns of the head dim by kColumns query rows. H 128 splits the head dim
-  // between the two warpgroups, H 64 the rows.
+  // A warpgroup's dQ^T: 64 columns of the head dim by kColumns query rows. H 128 splits the head
+  // dim between the two warpgroups, H 64 the rows.
   static constexpr int kColumns = HeadDim == 128 ? kRows : kRows / 2;
   static constexpr int kFloats = 64 * kColumns;
 
@@ -44,9 +44,9 @@ struct QueryBlock {
   int64_t head_index;  // b * q_heads + head
   int b, head, first_row;
 
-  __device__ QueryBlock(const Problem& problem, int rows) {
+  __device__ QueryBlock(const Problem& problem, int rows, int first_head) {
     const int steps = (problem.q_len + rows - 1) / rows;
-    head_index = blockIdx.x / steps;
+    head_index = first_head + blockIdx.x / steps;
     b = static_cast<int>(head_index / problem.q_heads);
     head = static_cast<int>(head_index % problem.q_heads);
     first_row = static_cast<int>(blockIdx.x % steps) * rows;
@@ -59,7 +59,9 @@ template <int HeadDim>
 struct PassShape {
   // Where there is an accumulator: of whole steps, since its fragments do not end with a row.
   static constexpr int kRows = HeadDim <= 128 ? backward_tile_sm90(HeadDim).rows : 64;
-  static constexpr int kLanes = HeadDim <= 64 ? 8 : HeadDim <= 128 ? 16 : 32;  // of a row, 16 bytes each
+  static constexpr int kLanes = HeadDim <= 64    ? 8
+                                : HeadDim <= 128 ? 16
+                                                 : 32;  // of a row, 16 bytes each
 };
 
 // sum of eight products
@@ -75,20 +77,21 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
   return sum;
 }
 
-// lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse, and zeros in the accumulator. A row that
-// contributes nothing gets lse2 = +inf, which makes its every probability exactly zero.
+// lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse, and zeros in the accumulator, which serves
+// the first `dq_heads` query heads and after them others. A row that contributes nothing gets lse2
+// = +inf, which makes its every probability exactly zero.
 template <class T, int HeadDim, bool ZeroDq>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_prepare_kernel(const __grid_constant__ BackwardParams params) {
+    backward_prepare_kernel(const __grid_constant__ BackwardParams params, int dq_heads) {
   constexpr int kRows = PassShape<HeadDim>::kRows, kLanes = PassShape<HeadDim>::kLanes;
   constexpr int kRowsAtOnce = kPassThreads / kLanes;
   grid_dependency_trigger();
   const PrefillParams& forward = params.forward;
   const BackwardWorkspace workspace(params);
-  const QueryBlock block(forward.problem, kRows);
+  const QueryBlock block(forward.problem, kRows, 0);
   const int64_t first_padded = block.head_index * workspace.padded_rows + block.first_row;
 
-  if constexpr (ZeroDq) {
+  if (ZeroDq && block.head_index < dq_heads) {
     float4* dq = reinterpret_cast<float4*>(workspace.dq + first_padded * HeadDim);
 #pragma unroll
     for (int i = 0; i < kRows * HeadDim / 4 / kPassThreads; ++i)
@@ -105,8 +108,7 @@ __global__ void __launch_bounds__(kPassThreads)
     const int row = i * kRowsAtOnce + threadIdx.x / kLanes, t = block.first_row + row;
     float lse = -INFINITY, delta = 0.f;
     if (t >= valid.begin && t < valid.end) {
-      lse = static_cast<const float*>(
-          forward.lse.data)[forward.lse.offset(block.b, t, block.head)];
+      lse = static_cast<const float*>(forward.lse.data)[forward.lse.offset(block.b, t, block.head)];
       if (has_columns && lse != -INFINITY)
         delta = dot8<T>(*reinterpret_cast<const uint4*>(
                             out + forward.o.offset(block.b, t, block.head) + lane * 8),
@@ -114,37 +116,40 @@ __global__ void __launch_bounds__(kPassThreads)
                             dout + params.dout.offset(block.b, t, block.head) + lane * 8));
     }
 #pragma unroll
-    for (int mask = kLanes / 2; mask > 0; mask /= 2)
-      delta += __shfl_xor_sync(~0u, delta, mask);
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += __shfl_xor_sync(~0u, delta, mask);
     if (lane == 0) {
       if (params.dlse.data && lse != -INFINITY)
-        delta -= static_cast<const float*>(
-            params.dlse.data)[params.dlse.offset(block.b, t, block.head)];
+        delta -=
+            static_cast<const float*>(params.dlse.data)[params.dlse.offset(block.b, t, block.head)];
       workspace.lse2[first_padded + row] = lse == -INFINITY ? INFINITY : lse * kLog2e;
       workspace.delta[first_padded + row] = delta;
     }
   }
 }
 
-// dq = scale * accumulator, through shared memory since the fragments run along columns.
+// dq = scale * accumulator, through shared memory since the fragments run along columns. The
+// accumulator serves the query heads from `first_head` on, and is left zero for the next ones.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_finish_kernel(const __grid_constant__ BackwardParams params) {
+    backward_finish_kernel(const __grid_constant__ BackwardParams params, int first_head) {
   constexpr int kRows = PassShape<HeadDim>::kRows, kLanes = PassShape<HeadDim>::kLanes;
   __shared__ alignas(16) T tile[kRows][HeadDim + 8];
   const PrefillParams& forward = params.forward;
   const BackwardWorkspace workspace(params);
-  const QueryBlock block(forward.problem, kRows);
+  const QueryBlock block(forward.problem, kRows, first_head);
   const float scale = static_cast<float>(forward.scores.scale);
+  grid_dependency_trigger();
   grid_dependency_wait();
 
-  const float4* dq = reinterpret_cast<const float4*>(
-      workspace.dq + (block.head_index * workspace.padded_rows + block.first_row) * HeadDim);
+  float4* dq = reinterpret_cast<float4*>(
+      workspace.dq +
+      ((block.head_index - first_head) * workspace.padded_rows + block.first_row) * HeadDim);
 #pragma unroll
   for (int j = 0; j < kRows * HeadDim / 4 / kPassThreads; ++j) {
     const int i = j * kPassThreads + threadIdx.x;
     const DqFragment<HeadDim> at(i);
     const float4 x = dq[i];
+    dq[i] = float4{};
     tile[at.row][at.column] = T(x.x * scale);
     tile[at.row + 1][at.column] = T(x.y * scale);
     tile[at.row][at.column + 8] = T(x.z * scale);

@@ -1,24 +1,30 @@
-// The tiles of the Hopper backward and why, what it takes, and what a call costs in workspace. Host code:
-// no CUDA.
+// The tiles of the Hopper backward and why, what it takes, and what a call costs in workspace. Host
+// code: no CUDA.
 #ifndef FLASHATTN_CUDA_BACKWARD_PLAN_H_
 #define FLASHATTN_CUDA_BACKWARD_PLAN_H_
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "params.h"
 
 namespace flashattn {
 
 // Two ways. Up to H 128 one kernel owns keys and adds dQ to an fp32 accumulator, which a last pass
-// converts. Deterministic calls and larger head dims (whose accumulator L2 could not add fast enough)
-// compute dK, dV and dQ in two kernels and have no accumulator: 7 products instead of 5, no passes over it.
+// converts. Deterministic calls and larger head dims (whose accumulator L2 could not add fast
+// enough) compute dK, dV and dQ in two kernels and have no accumulator: 7 products instead of 5, no
+// passes over it.
 constexpr bool backward_accumulates_dq(int head_dim, bool deterministic) {
   return head_dim <= 128 && !deterministic;
 }
 
 // The compiled head dim that runs this one; the columns between are zero in shared memory. 0: none.
 constexpr int backward_head_dim_sm90(int head_dim) {
-  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : head_dim <= 256 ? 256 : 0;
+  return head_dim <= 64    ? 64
+         : head_dim <= 128 ? 128
+         : head_dim <= 192 ? 192
+         : head_dim <= 256 ? 256
+                           : 0;
 }
 
 // The order of a step of the kernel that owns keys (backward_keys_sm90.cuh).
@@ -35,8 +41,9 @@ struct BackwardTile {
   int unroll;  // unmasked steps between two full waits
 };
 
-// With dQ. H 128: 64 rows leave registers for dV to start before dS is formed (80 rows were 2 % faster
-// without a mask and slower with one). H 64: 128 rows, since dK and dV take half the registers.
+// With dQ. H 128: 64 rows leave registers for dV to start before dS is formed (80 rows were 2 %
+// faster without a mask and slower with one). H 64: 128 rows, since dK and dV take half the
+// registers.
 constexpr BackwardTile backward_tile_sm90(int compiled_head_dim) {
   return compiled_head_dim == 128 ? BackwardTile{64, 2, BackwardOrder::kValueFirst, 2}
                                   : BackwardTile{128, 2, BackwardOrder::kTogether, 1};
@@ -48,8 +55,8 @@ constexpr BackwardTile backward_dkv_tile_sm90(int compiled_head_dim) {
                                   : BackwardTile{64, 3, BackwardOrder::kScoresAhead, 2};
 }
 
-// The kernel of dQ alone, 128 query rows a block: as many keys a step as registers (S, dP, dS, dQ: up to
-// 192 of 240) and shared memory hold.
+// The kernel of dQ alone, 128 query rows a block: as many keys a step as registers (S, dP, dS, dQ:
+// up to 192 of 240) and shared memory hold.
 struct BackwardDqTile {
   int keys;
   int v_stages;  // buffers of V; K has two
@@ -67,8 +74,8 @@ constexpr BackwardDqTile backward_dq_tile_sm90(int compiled_head_dim) {
   }
 }
 
-// Heads whose blocks are interleaved. Under a causal mask the long blocks of several heads start first and
-// the short ones fill the end; without one, a head at a time keeps L2 warm.
+// Heads whose blocks are interleaved. Under a causal mask the long blocks of several heads start
+// first and the short ones fill the end; without one, a head at a time keeps L2 warm.
 constexpr int backward_section_sm90(bool causal, int compiled_head_dim) {
   return !causal ? 1 : compiled_head_dim == 64 ? 8 : 16;
 }
@@ -76,16 +83,34 @@ constexpr int backward_section_sm90(bool causal, int compiled_head_dim) {
 // Query rows of a head in the workspace: whole steps of every tile.
 constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127) / 128 * 128; }
 
+// Key/value heads (of all batches) that share the accumulator of dQ at a time. Short sequences run
+// in chunks of heads whose accumulator stays in L2: then the passes that zero and convert it do not
+// wait for memory, and the workspace is small. Long ones run at once: their passes are short beside
+// the products, and causal blocks want many heads to balance.
+constexpr int64_t kBackwardChunkBytes = 32 << 20;
+constexpr int kBackwardMinChunkHeads = 16;
+constexpr int backward_chunk_heads(const Problem& problem) {
+  const int total = problem.batch * problem.kv_heads;
+  const int64_t bytes = 4 * backward_padded_rows(problem.q_len) * problem.group() *
+                        backward_head_dim_sm90(problem.head_dim);
+  const int64_t fit = bytes > 0 ? kBackwardChunkBytes / bytes : total;
+  if (fit >= total || fit < kBackwardMinChunkHeads) return total;
+  const int64_t chunks = (total + fit - 1) / fit;
+  return static_cast<int>((total + chunks - 1) / chunks);
+}
+
 // Floats of workspace: lse in log2 units and delta for every row, and the accumulator of dQ.
 constexpr int64_t backward_workspace(const Problem& problem, bool deterministic) {
-  const int64_t rows =
-      int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
-  const bool accumulates = backward_accumulates_dq(problem.head_dim, deterministic);
-  return rows * (2 + (accumulates ? backward_head_dim_sm90(problem.head_dim) : 0));
+  const int64_t rows = backward_padded_rows(problem.q_len);
+  const int64_t statistics = 2 * rows * problem.batch * problem.q_heads;
+  if (!backward_accumulates_dq(problem.head_dim, deterministic)) return statistics;
+  return statistics + rows * backward_chunk_heads(problem) * problem.group() *
+                          backward_head_dim_sm90(problem.head_dim);
 }
 
 struct BackwardWorkspace {
-  float *lse2, *delta, *dq;  // (B, N, padded rows); dq in the order of DqFragment
+  float *lse2, *delta;  // (B, N, padded rows)
+  float* dq;  // (heads of a chunk, padded rows, compiled head dim) in the order of DqFragment
   int64_t padded_rows;
 
   constexpr explicit BackwardWorkspace(const BackwardParams& params)

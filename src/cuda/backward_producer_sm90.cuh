@@ -1,5 +1,5 @@
-// The first half of the Hopper kernels that own keys and walk over query rows: which keys and which rows,
-// the barriers, and the warp that loads the tiles.
+// The first half of the Hopper kernels that own keys and walk over query rows: which keys and which
+// rows, the barriers, and the warp that loads the tiles.
 #ifndef FLASHATTN_CUDA_BACKWARD_PRODUCER_SM90_CUH_
 #define FLASHATTN_CUDA_BACKWARD_PRODUCER_SM90_CUH_
 
@@ -17,8 +17,13 @@ struct BackwardBarriers {
   uint32_t q_full, q_empty, dout_full, dout_empty;  // of stage 0, the next 8 bytes further
 
   __device__ BackwardBarriers(uint32_t base, int q_stages)
-      : k_full(base), v_full(base + 8), repair(base + 16), q_full(base + 24),
-        q_empty(q_full + 8 * q_stages), dout_full(q_empty + 8 * q_stages), dout_empty(dout_full + 16) {}
+      : k_full(base),
+        v_full(base + 8),
+        repair(base + 16),
+        q_full(base + 24),
+        q_empty(q_full + 8 * q_stages),
+        dout_full(q_empty + 8 * q_stages),
+        dout_empty(dout_full + 16) {}
 
   __device__ void init(int q_stages) const {
     for (uint32_t barrier : {k_full, v_full, repair}) mbarrier_init(barrier, 1);
@@ -41,13 +46,14 @@ struct BackwardMaps {
 // What follows from the parameters, computed by the host so that it costs no registers.
 struct BackwardGrid {
   int key_blocks, section;  // section: key/value heads whose key blocks are interleaved
+  int first_head, heads;    // key/value heads of this launch, counted through the batches
   int group;                // query heads of a key/value head
   float scale, scale_log2;  // of the scores; in log2 units
   BackwardWorkspace workspace;
 };
 
-// ---- which keys a block owns and which query rows it walks over. Lives in shared memory: what a step
-// does not need must not cost registers.
+// ---- which keys a block owns and which query rows it walks over. Lives in shared memory: what a
+// step does not need must not cost registers.
 struct BackwardTask {
   int b, kv_head, first_key, kv_len;
   int row_shift;  // under a causal mask row i sees key j iff i >= j - row_shift
@@ -67,11 +73,12 @@ struct BackwardTask {
 __device__ inline BackwardTask find_task(const PrefillParams& forward, const BackwardGrid& grid,
                                          int rows, int keys) {
   const Problem& problem = forward.problem;
-  // Inside a section heads run fastest and keys upwards: under a causal mask the longest blocks first.
-  const int heads = problem.batch * problem.kv_heads, per_section = grid.key_blocks * grid.section;
+  // Inside a section heads run fastest and keys upwards: under a causal mask the longest blocks
+  // first.
+  const int per_section = grid.key_blocks * grid.section;
   const int section = blockIdx.x / per_section, inside = blockIdx.x % per_section;
-  const int section_heads = min(grid.section, heads - section * grid.section);
-  const int head = section * grid.section + inside % section_heads;
+  const int section_heads = min(grid.section, grid.heads - section * grid.section);
+  const int head = grid.first_head + section * grid.section + inside % section_heads;
   BackwardTask task;
   task.b = head / problem.kv_heads;
   task.kv_head = head % problem.kv_heads;
@@ -89,8 +96,8 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
   if (last_key >= task.kv_len)
     task.masked_end = end;
   else if (task.causal)
-    task.masked_end = max(task.first_step,
-                          min(end, (max(0, last_key - task.row_shift) + rows - 1) / rows));
+    task.masked_end =
+        max(task.first_step, min(end, (max(0, last_key - task.row_shift) + rows - 1) / rows));
   return task;
 }
 
@@ -124,8 +131,8 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
                                      row, head, task.b % forward.q.batches, task.valid,
                                      problem.q_len, L::kStatBytes);
       if (lane == 0)
-        bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes, grid.workspace.lse2 + stats_row(row),
-                  L::kStatBytes, q_full);
+        bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes,
+                  grid.workspace.lse2 + stats_row(row), L::kStatBytes, q_full);
       q_ring.advance();
 
       if (g == 0 && step == task.first_step)

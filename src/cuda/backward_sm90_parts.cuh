@@ -1,5 +1,6 @@
-// What the Hopper kernels of the backward share: rings, loads that read padding as zero, products and
-// tensor maps. Tiles in shared memory are 64-column chunks of `rows` x 128 bytes in the 128-byte swizzle.
+// What the Hopper kernels of the backward share: rings, loads that read padding as zero, products
+// and tensor maps. Tiles in shared memory are 64-column chunks of `rows` x 128 bytes in the
+// 128-byte swizzle.
 #ifndef FLASHATTN_CUDA_BACKWARD_SM90_PARTS_CUH_
 #define FLASHATTN_CUDA_BACKWARD_SM90_PARTS_CUH_
 
@@ -31,8 +32,9 @@ struct RowRange {
 };
 
 // Loads a tile by TMA. Rows outside [begin, end) read as zero whatever memory holds there (NaN in
-// padding must not meet a zero probability in a product): where the tile has such rows, they are cleared
-// before the barrier that the consumers wait for completes. `stats_bytes` more arrive on it.
+// padding must not meet a zero probability in a product): where the tile has such rows, they are
+// cleared before the barrier that the consumers wait for completes. `stats_bytes` more arrive on
+// it.
 template <int HeadDim>
 struct BackwardLoader {
   uint32_t repair;  // a barrier of this warp alone
@@ -40,8 +42,8 @@ struct BackwardLoader {
   uint32_t repair_phase = 0;
 
   template <int Rows>
-  __device__ __forceinline__ void load(uint32_t tile, const CUtensorMap* map, uint32_t full, int row,
-                                       int head, int b, RowRange valid, int capacity,
+  __device__ __forceinline__ void load(uint32_t tile, const CUtensorMap* map, uint32_t full,
+                                       int row, int head, int b, RowRange valid, int capacity,
                                        uint32_t stats_bytes) {
     constexpr int kTileBytes = Rows * HeadDim * 2;
     const bool whole = row >= valid.begin && min(row + Rows, capacity) <= valid.end;
@@ -84,14 +86,15 @@ struct BackwardLoader {
 
 // ---- products. Operands are low descriptor words, made opaque at the use (see opaque()).
 
-// d (64 x N) = a b^T over the head dim; both lie row by row, in chunks AChunk and BChunk bytes apart.
+// d (64 x N) = a b^T over the head dim; both lie row by row, in chunks AChunk and BChunk bytes
+// apart.
 template <class T, int HeadDim, int N, int AChunk, int BChunk>
 __device__ __forceinline__ void issue_over_head_dim(float (&d)[N / 2], uint32_t a, uint32_t b) {
 #pragma unroll
   for (int k = 0; k < HeadDim / 16; ++k)
-    Wgmma<T, N>::template ss<false, false>(
-        d, descriptor(a + k / 4 * (AChunk / 16) + k % 4 * 2),
-        descriptor(b + k / 4 * (BChunk / 16) + k % 4 * 2), k > 0);
+    Wgmma<T, N>::template ss<false, false>(d, descriptor(a + k / 4 * (AChunk / 16) + k % 4 * 2),
+                                           descriptor(b + k / 4 * (BChunk / 16) + k % 4 * 2),
+                                           k > 0);
 }
 
 // d (64 keys x HeadDim) (+)= a b over the query rows; a in registers, b row by row.
@@ -115,12 +118,12 @@ __device__ __forceinline__ void issue_over_keys(float (&d)[N / 2], uint32_t k_sm
                                           k > 0);
 }
 
-// ---- fragments: thread t of a warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 further, columns
-// 8 j + 2 (t % 4) + {0, 1}, four floats a j.
+// ---- fragments: thread t of a warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 further,
+// columns 8 j + 2 (t % 4) + {0, 1}, four floats a j.
 
-// S^T to P^T, a key a row. lse2 lies in shared memory, a float a query, at the thread's first column;
-// queries before `first` (`first_8` in the second row) do not see the key. They are chosen away after
-// the exponential, so that neither an extreme lse nor a scale of 0 matters.
+// S^T to P^T, a key a row. lse2 lies in shared memory, a float a query, at the thread's first
+// column; queries before `first` (`first_8` in the second row) do not see the key. They are chosen
+// away after the exponential, so that neither an extreme lse nor a scale of 0 matters.
 template <int Rows, bool Masked>
 __device__ __forceinline__ void probabilities(float (&s)[Rows / 2], uint32_t lse2, float scale_log2,
                                               int first, int first_8) {
@@ -151,8 +154,8 @@ __device__ __forceinline__ float2 pair(const uint32_t (&x)[Words], int j) {
   return unpack<T>(x[j]);
 }
 
-// dS^T = P^T (dP^T - delta); P in fp32, or rounded where its registers already hold the next scores.
-// delta lies as lse2 does.
+// dS^T = P^T (dP^T - delta); P in fp32, or rounded where its registers already hold the next
+// scores. delta lies as lse2 does.
 template <class T, int Rows, class P, int Words>
 __device__ __forceinline__ void score_gradients(uint32_t (&ds)[Rows / 4], const P (&p)[Words],
                                                 const float (&dp)[Rows / 2], uint32_t delta) {

@@ -1,12 +1,14 @@
-// dK and dV on Hopper for head dims over 128, whose gradients of 128 keys do not fit in the registers of
-// two warpgroups. A block owns 64 keys; the warpgroups share every score and split the head dim:
+// dK and dV on Hopper for head dims over 128, whose gradients of 128 keys do not fit in the
+// registers of two warpgroups. A block owns 64 keys; the warpgroups share every score and split the
+// head dim:
 //
-//   scores     S^T = K Q^T,   P^T, handed to the other;   dV[:, mine] += P^T dO,  dK[:, mine] += dS^T Q
-//   gradients  dP^T = V dO^T, dS^T, handed to the other;  dV[:, mine] += P^T dO,  dK[:, mine] += dS^T Q
+//   scores     S^T = K Q^T,   P^T, handed to the other;   dV[:, mine] += P^T dO,  dK[:, mine] +=
+//   dS^T Q gradients  dP^T = V dO^T, dS^T, handed to the other;  dV[:, mine] += P^T dO,  dK[:,
+//   mine] += dS^T Q
 //
-// What is handed over goes through shared memory fragment by fragment, 16 bytes a thread: the receiver
-// holds the A operand of its products without a shuffle, a swizzle or the async proxy.
-// dQ comes from backward_dq_sm90.cuh: its accumulator would be more than L2 can add.
+// What is handed over goes through shared memory fragment by fragment, 16 bytes a thread: the
+// receiver holds the A operand of its products without a shuffle, a swizzle or the async proxy. dQ
+// comes from backward_dq_sm90.cuh: its accumulator would be more than L2 can add.
 #ifndef FLASHATTN_CUDA_BACKWARD_WIDE_SM90_CUH_
 #define FLASHATTN_CUDA_BACKWARD_WIDE_SM90_CUH_
 
@@ -26,8 +28,8 @@ struct BackwardWideLayout {
   static constexpr int kQStages = 2, kDoutStages = 2;
   static constexpr bool kQAhead = true, kDoutAhead = true;
   static constexpr int kChunks = HeadDim / 64;
-  // The warpgroup of the scores has the exponentials, so where the chunks do not split evenly it takes
-  // fewer columns.
+  // The warpgroup of the scores has the exponentials, so where the chunks do not split evenly it
+  // takes fewer columns.
   static constexpr int kScoresColumns = kChunks / 2 * 64;
 
   static constexpr int kKeyBytes = kKeys * HeadDim * 2, kQueryBytes = kRows * HeadDim * 2;
@@ -53,8 +55,13 @@ class BackwardWideHalf {
   __device__ __forceinline__ BackwardWideHalf(const BackwardMaps& maps, const BackwardGrid& grid,
                                               const BackwardTask& task,
                                               const BackwardBarriers& barriers, uint32_t smem)
-      : maps_(maps), grid_(grid), task_(task), barriers_(barriers), smem_(smem),
-        thread_(threadIdx.x & 127), stats_(smem + (threadIdx.x & 3) * 8) {}
+      : maps_(maps),
+        grid_(grid),
+        task_(task),
+        barriers_(barriers),
+        smem_(smem),
+        thread_(threadIdx.x & 127),
+        stats_(smem + (threadIdx.x & 3) * 8) {}
 
  protected:
   static constexpr int kPReady = 1, kDsReady = 2, kStored = 3;
@@ -79,8 +86,7 @@ class BackwardWideHalf {
   __device__ __forceinline__ void issue_gradient(float (&d)[Columns / 2],
                                                  const uint32_t (&a)[kRows / 4],
                                                  uint32_t rows_tile) {
-    uint32_t b =
-        descriptor_low_mn_major(rows_tile + FirstColumn / 64 * L::kQueryChunk, kRows);
+    uint32_t b = descriptor_low_mn_major(rows_tile + FirstColumn / 64 * L::kQueryChunk, kRows);
     opaque(b);
     wgmma_fence();
     issue_over_rows<T, Columns, kRows>(d, a, b, true);
@@ -167,9 +173,9 @@ template <class T, int HeadDim>
 class BackwardWideScores
     : BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim>::kScoresColumns> {
   using Half = BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim>::kScoresColumns>;
-  using typename Half::L;
   using Half::kRows, Half::task_, Half::grid_, Half::barriers_, Half::smem_, Half::thread_,
       Half::ring_, Half::p_, Half::ds_;
+  using typename Half::L;
 
  public:
   using Half::Half;
@@ -212,8 +218,8 @@ class BackwardWideScores
     Half::issue_products(s_, smem_ + L::kK, Half::q_tile());
   }
 
-  // On entry S of this block is there and dV of the one before it may still run; the exponentials run
-  // under it and under what the other warpgroup has in flight.
+  // On entry S of this block is there and dV of the one before it may still run; the exponentials
+  // run under it and under what the other warpgroup has in flight.
   template <bool Masked>
   __device__ __forceinline__ void step() {
     const int first_row = step_ * kRows + 2 * (thread_ & 3);
@@ -256,9 +262,9 @@ class BackwardWideGradients
                        HeadDim - BackwardWideLayout<HeadDim>::kScoresColumns> {
   using Half = BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim>::kScoresColumns,
                                 HeadDim - BackwardWideLayout<HeadDim>::kScoresColumns>;
-  using typename Half::L;
   using Half::kRows, Half::task_, Half::grid_, Half::barriers_, Half::smem_, Half::thread_,
       Half::ring_, Half::p_, Half::ds_;
+  using typename Half::L;
 
  public:
   using Half::Half;

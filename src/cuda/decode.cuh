@@ -55,8 +55,8 @@ class ScoreRule {
       dequantize(scores, notes);
       to_log2 = 1.0f;
     }
-    if (args_.params.scores.softcap > 0.0) {
-      cap_scores<Shape>(scores, static_cast<float>(args_.params.scores.softcap), to_log2);
+    if (args_.softcap > 0.0f) {
+      cap_scores<Shape>(scores, args_.softcap, to_log2);
       to_log2 = 1.0f;
     }
     const int first = tile * Shape::kTileTokens;
@@ -88,22 +88,25 @@ class ScoreRule {
   float column_scale_[Shape::kByteCache ? Shape::kColumnBlocks : 1][2];
 };
 
-// Asks for the first tiles of a warp, as many as its ring holds.
+// Asks for the first tiles of a warp, as many as its ring holds. All places are looked up before
+// the first is waited for. One copy of the code for all stages: a short call meets it cold in the
+// instruction cache.
 template <class Shape>
 __device__ __forceinline__ void fill_ring(const TileRing<Shape>& ring, const TileWalk& walk,
                                           int stages, int lane) {
   TokenPlace places[kDecodeMaxStages];
 #pragma unroll
   for (int i = 0; i < kDecodeMaxStages; ++i)
-    if (i < stages) places[i] = ring.map().find(walk.begin + i * walk.step, lane);
-#pragma unroll
-  for (int i = 0; i < kDecodeMaxStages; ++i) {
-    if (i >= stages) break;
+    places[i] = i < stages ? ring.map().find(walk.begin + i * walk.step, lane) : TokenPlace{-1, 0};
+#pragma unroll 1
+  for (int i = 0; i < stages; ++i) {
     const int tile = walk.begin + i * walk.step;
-    if (tile < walk.end) ring.ask_keys(i, tile, places[i]);
+    if (tile < walk.end) ring.ask_keys(i, tile, places[0]);
     cp_async_commit();
-    if (tile < walk.end) ring.ask_values(i, tile, places[i]);
+    if (tile < walk.end) ring.ask_values(i, tile, places[0]);
     cp_async_commit();
+#pragma unroll
+    for (int next = 1; next < kDecodeMaxStages; ++next) places[next - 1] = places[next];
   }
 }
 
@@ -284,6 +287,7 @@ Status launch_decode_plan(const DecodeParams& params, const DecodePlan& plan, co
   args.params = params;
   args.plan = plan;
   args.scale_log2 = std::max(static_cast<float>(params.scores.scale * kLog2e), kSmallestScale);
+  args.softcap = static_cast<float>(params.scores.softcap);
   args.group = FastDivisor(problem.group());
   args.row_blocks = FastDivisor(plan.row_blocks);
   args.splits = FastDivisor(plan.splits);

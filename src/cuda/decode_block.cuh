@@ -20,6 +20,7 @@ struct DecodeArgs {
   DecodeParams params;
   DecodePlan plan;
   float scale_log2;  // scale * log2(e), at least kSmallestScale
+  float softcap;     // 0: none
   FastDivisor group, row_blocks, splits, page_size;
 };
 

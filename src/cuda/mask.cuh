@@ -14,8 +14,8 @@
 
 namespace flashattn {
 
-// Where a thread's part of a warp's score fragment lies; columns are keys. Rows beyond last_row repeat
-// it: their results are not used, and so they decide nothing either.
+// Where a thread's part of a warp's score fragment lies; columns are keys. Rows beyond last_row
+// repeat it: their results are not used, and so they decide nothing either.
 struct FragmentPlace {
   int first_row, last_row;  // of this lane; of the warp
   int first_key;            // of the tile
@@ -31,16 +31,19 @@ struct FragmentPlace {
   __device__ int key() const { return first_key + 2 * (lane % 4); }
 };
 
-// The window and the lengths. One unsigned comparison a score: distance from the row's first key.
+// The window and the lengths: a band of diagonals, the same for all rows but for the end of the
+// keys. One unsigned comparison a score, of its distance from the lowest diagonal. All in 32 bits:
+// unlimited sides are kUnlimited away, and differences of unsigned numbers do not overflow.
 template <int RowBlocks, int N>
 __device__ __forceinline__ void mask_window(float (&s)[RowBlocks][N][4], const Sequence& sequence,
                                             const FragmentPlace& place) {
+  const uint32_t low = sequence.low;
 #pragma unroll
   for (int r = 0; r < 2 * RowBlocks; ++r) {
     const int row = place.row(r);
-    const Range keys = sequence.keys_seen_by(row, row);
-    const uint32_t count = max(keys.end - keys.begin, 0);
-    const uint32_t distance = place.key() - keys.begin;
+    const int high = min(sequence.high, sequence.kv_len - 1 - row);
+    const uint32_t count = high >= sequence.low ? high - low + 1 : 0;
+    const uint32_t distance = place.key() - row - low;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -69,7 +72,8 @@ inline ScoreScale make_score_scale(const Scores& scores, const Features& feature
   if (features.alibi_slopes || features.bias.data) {
     return {1.0f, static_cast<float>(log2_scale), 0.0f, 0.0f};
   }
-  // A scale of 0 would make NaN of hidden keys, 0 * -inf; the least positive one gives the same result.
+  // A scale of 0 would make NaN of hidden keys, 0 * -inf; the least positive one gives the same
+  // result.
   const float exponent = static_cast<float>(log2_scale);
   return {exponent > FLT_MIN ? exponent : FLT_MIN, 1.0f, 0.0f, 0.0f};
 }
@@ -86,9 +90,9 @@ struct HeadFeatures {
     const Broadcast& m = features.mask;
     mask = m.data ? static_cast<const uint8_t*>(m.data) + m.offset(b, n, 0, 0) : nullptr;
     const Broadcast& add = features.bias;
-    bias = add.data ? static_cast<const char*>(add.data) +
-                          add.offset(b, n, 0, 0) * byte_width(add.dtype)
-                    : nullptr;
+    bias = add.data
+               ? static_cast<const char*>(add.data) + add.offset(b, n, 0, 0) * byte_width(add.dtype)
+               : nullptr;
     query_segments = features.query_segments ? features.query_segments.row(b) : nullptr;
     key_segments = features.key_segments ? features.key_segments.row(b) : nullptr;
     alibi_slope = features.alibi_slopes ? features.alibi_slopes.row(b)[n] : 0.0f;
@@ -142,8 +146,8 @@ __device__ __forceinline__ void add_bias(float (&s)[RowBlocks][N][4], const B* b
   }
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    // Always true but in the last tile. The branch keeps the compiler from loading everything at once,
-    // for which there are no registers.
+    // Always true but in the last tile. The branch keeps the compiler from loading everything at
+    // once, for which there are no registers.
     if (place.first_key + 8 * n >= keys) break;
 #pragma unroll
     for (int r = 0; r < 2 * RowBlocks; ++r) {
@@ -210,8 +214,9 @@ __device__ __forceinline__ Extent segment_extent(const int32_t* segments, int fi
   return {__reduce_min_sync(~0u, least), __reduce_max_sync(~0u, most)};
 }
 
-// The keys of a tile that one lane takes care of while a quad gathers the bits of its rows together: 16 of
-// the 64, so that a full mask is read in 16-byte pieces. Bit i of quarter[r] is key i for row r.
+// The keys of a tile that one lane takes care of while a quad gathers the bits of its rows
+// together: 16 of the 64, so that a full mask is read in 16-byte pieces. Bit i of quarter[r] is key
+// i for row r.
 template <int Rows>
 struct QuarterBits {
   static_assert(kPrefillBlockKv == 64, "four lanes with 16 keys each");
@@ -228,8 +233,8 @@ struct QuarterBits {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       const uint8_t* row = mask + place.row(r) * operand.row + key * operand.col;
-      const bool in_one_piece = operand.col == 1 && key + 16 <= keys &&
-                                reinterpret_cast<uintptr_t>(row) % 16 == 0;
+      const bool in_one_piece =
+          operand.col == 1 && key + 16 <= keys && reinterpret_cast<uintptr_t>(row) % 16 == 0;
       quarter[r] &= in_one_piece ? bits_of_bytes(__ldg(reinterpret_cast<const uint4*>(row)))
                                  : bits_one_by_one(row, operand.col, keys - key);
     }
@@ -331,19 +336,19 @@ struct ScoreBits {
   }
 };
 
-// Looks at the mask and the segments before anything is computed: most tiles of packed documents or of a
-// block mask are seen wholly or not at all.
+// Looks at the mask and the segments before anything is computed: most tiles of packed documents or
+// of a block mask are seen wholly or not at all.
 template <int RowBlocks>
 __device__ __forceinline__ void look_at_tile(ScoreBits<RowBlocks>& bits,
-                                             const PrefillParams& params,
-                                             const HeadFeatures& head, const Extent& row_segments,
+                                             const PrefillParams& params, const HeadFeatures& head,
+                                             const Extent& row_segments,
                                              const FragmentPlace& place) {
   const int keys = params.problem.kv_len;
   bits.see_all();
   bool same_segment = true;
   if (head.key_segments) {
-    const Extent tile_segments = segment_extent<kPrefillBlockKv>(
-        head.key_segments, place.first_key, keys - 1, place.lane);
+    const Extent tile_segments =
+        segment_extent<kPrefillBlockKv>(head.key_segments, place.first_key, keys - 1, place.lane);
     if (!tile_segments.overlaps(row_segments)) return bits.see_nothing();
     same_segment = row_segments.is_only(tile_segments);
   }
@@ -354,9 +359,9 @@ __device__ __forceinline__ void look_at_tile(ScoreBits<RowBlocks>& bits,
   bits.gather(quarters, place.lane);
 }
 
-// The tiles that a block visits, in order: those whose segments, or whose keys in a mask that is the
-// same for all rows, leave something to see. It looks at 32 tiles at a time, every warp at some of
-// them. Lies in shared memory.
+// The tiles that a block visits, in order: those whose segments, or whose keys in a mask that is
+// the same for all rows, leave something to see. It looks at 32 tiles at a time, every warp at some
+// of them. Lies in shared memory.
 class TileFinder {
  public:
   Extent block_segments;    // of the block's query rows
@@ -425,8 +430,8 @@ class TileFinder {
   }
 
   int end_;
-  int known_end_;   // known_ tells of the 32 tiles before this one
-  uint32_t known_;  // bit i: tile known_end_ - 32 + i is to be visited
+  int known_end_;         // known_ tells of the 32 tiles before this one
+  uint32_t known_;        // bit i: tile known_end_ - 32 + i is to be visited
   uint32_t findings_[8];  // of each warp
 };
 

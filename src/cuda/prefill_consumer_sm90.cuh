@@ -30,13 +30,10 @@ class PrefillConsumer {
       mbarrier_wait(shared_address(&shared_.barriers.q_full[q_stage_][warpgroup_]), q_parity_);
       const volatile TileWork& work = shared_.work[q_stage_];
       if (work.position < 0) break;
-#pragma unroll
-      for (float& o : o_regs_) o = 0.f;
-      rows_.sum[0] = rows_.sum[1] = 0.f;
       if (work.blocks > 0)
         attend(work);
       else
-        release_previous_q();
+        attend_to_nothing();
       finish_tile(work);
       next_q_buffer();
     }
@@ -91,6 +88,16 @@ class PrefillConsumer {
       last_product(p_a_regs_);
   }
 
+  __device__ __forceinline__ void attend_to_nothing() {
+    release_previous_q();
+    clear_o();
+    rows_.sum[0] = rows_.sum[1] = 0.f;
+  }
+  __device__ __forceinline__ void clear_o() {
+#pragma unroll
+    for (float& o : o_regs_) o = 0.f;
+  }
+
   __device__ __forceinline__ void first_block(const volatile TileWork& work, int n) {
     set_row_limits(work);
     q_low_ = descriptor_low_k_major(smem_.q(q_stage_, warpgroup_));
@@ -102,6 +109,7 @@ class PrefillConsumer {
     wgmma_fence();
     multiply_qk(q_low_, k_low);
     wgmma_commit();
+    clear_o();
     wgmma_wait<0>();
     release_k(block_);
     const VisibleColumns visible = visible_columns(n);

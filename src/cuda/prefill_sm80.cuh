@@ -1,8 +1,9 @@
-// Prefill forward with mma.sync, for every GPU from sm_80 on. docs/kernels/prefill_sm80.md is its page.
+// Prefill forward with mma.sync, for every GPU from sm_80 on. docs/kernels/prefill_sm80.md is its
+// page.
 //
-// A block computes block_q query rows of one head, each warp 16 or 32 of them, over key tiles from the
-// first visible to the last. K and V tiles rotate through three shared-memory buffers filled by cp.async:
-// while one is multiplied the next is arriving and the third is being filled.
+// A block computes block_q query rows of one head, each warp 16 or 32 of them, over key tiles from
+// the first visible to the last. K and V tiles rotate through three shared-memory buffers filled by
+// cp.async: while one is multiplied the next is arriving and the third is being filled.
 #ifndef FLASHATTN_CUDA_PREFILL_SM80_CUH_
 #define FLASHATTN_CUDA_PREFILL_SM80_CUH_
 
@@ -47,8 +48,8 @@ struct PrefillSm80 {
   using Output = float[kRowBlocks][kDimBlocks][4];
 };
 
-// Rows [first, first + Count) of a head to shared memory. Rows outside `present` and columns that the
-// tensor lacks arrive as zeros and are not read.
+// Rows [first, first + Count) of a head to shared memory. Rows outside `present` and columns that
+// the tensor lacks arrive as zeros and are not read.
 template <class Kernel, int Count>
 __device__ __forceinline__ void load_rows(uint32_t tile_smem, const typename Kernel::T* head,
                                           int64_t stride, int columns, int first, Range present) {
@@ -76,15 +77,14 @@ __device__ __forceinline__ void load_rows(uint32_t tile_smem, const typename Ker
   }
 }
 
-// The three buffers of a block rotate backwards: V lies behind K, and what is free behind V.
+// The three buffers of a block rotate backwards: V lies behind K, and what is free behind V. All
+// are offsets from the first.
 template <class Kernel>
 class BufferRing {
  public:
-  __device__ explicit BufferRing(int first) : first_(first), k_(first + kLast) {}
-
   __device__ int k() const { return k_; }
-  __device__ int v() const { return k_ == first_ + kLast ? first_ : k_ + kSize; }
-  __device__ int free() const { return k_ == first_ ? first_ + kLast : k_ - kSize; }
+  __device__ int v() const { return k_ == kLast ? 0 : k_ + kSize; }
+  __device__ int free() const { return k_ == 0 ? kLast : k_ - kSize; }
   // K goes to the free buffer, V to K's.
   __device__ void rotate() {
     opaque(k_);  // else free() is kept in a register from its first use to here
@@ -93,7 +93,7 @@ class BufferRing {
 
  private:
   static constexpr int kSize = Kernel::kBufferBytes, kLast = 2 * kSize;
-  int first_, k_;  // shared-memory addresses
+  int k_ = kLast;
 };
 
 // The A operands of a warp's query rows: kept in registers, or read again at every use.
@@ -105,8 +105,8 @@ class QueryOperand {
   __device__ __forceinline__ void get(uint32_t (&a)[4], int m, int k, int thread) const {
     using Rows = typename Kernel::Rows;
     const uint32_t warp_rows = q_smem_ + thread / 32 * Kernel::kWarpRows * Rows::kRowBytes;
-    ldmatrix_x4(a, Rows::advance(Rows::rows_first(warp_rows, thread % 32), k) +
-                       16 * m * Rows::kRowBytes);
+    ldmatrix_x4(
+        a, Rows::advance(Rows::rows_first(warp_rows, thread % 32), k) + 16 * m * Rows::kRowBytes);
   }
 
  private:
@@ -193,7 +193,7 @@ __device__ __forceinline__ void accumulate_values(typename Kernel::Output& o,
 
 template <class Kernel>
 __device__ __forceinline__ void scale_rows(typename Kernel::Output& o,
-                                                 const float (&factor)[2 * Kernel::kRowBlocks]) {
+                                           const float (&factor)[2 * Kernel::kRowBlocks]) {
 #pragma unroll
   for (int m = 0; m < Kernel::kRowBlocks; ++m) {
 #pragma unroll
@@ -204,8 +204,8 @@ __device__ __forceinline__ void scale_rows(typename Kernel::Output& o,
   }
 }
 
-// The rows of a warp to global memory, through its rows of the staging tile so that 16-byte stores fill
-// whole sectors.
+// The rows of a warp to global memory, through its rows of the staging tile so that 16-byte stores
+// fill whole sectors.
 template <class Kernel>
 __device__ __forceinline__ void store_output(unsigned char* stage,
                                              const HeadView<typename Kernel::T>& to,
@@ -253,8 +253,9 @@ struct PrefillBlockSm80 {
   HeadFeatures features;
   TileFinder finder;
 
-  // Blocks in order of their index: sections of a few heads, whose K and V the L2 cache holds; within a
-  // section the last query rows of all its heads first, since with a causal mask they take longest.
+  // Blocks in order of their index: sections of a few heads, whose K and V the L2 cache holds;
+  // within a section the last query rows of all its heads first, since with a causal mask they take
+  // longest.
   __device__ void fill(const PrefillArgsSm80& args, int block_q) {
     constexpr unsigned kHeadsOfSection = 8;
     const PrefillParams& params = args.params;
@@ -287,9 +288,8 @@ struct PrefillBlockSm80 {
     const Extent of_block =
         segment_extent<BlockQ>(features.query_segments, first_row, last_row, lane);
     const int warp_first = first_row + warp * WarpRows;
-    const Extent of_warp =
-        segment_extent<32>(features.query_segments, min(warp_first, last_row),
-                           min(warp_first + WarpRows - 1, last_row), lane);
+    const Extent of_warp = segment_extent<32>(features.query_segments, min(warp_first, last_row),
+                                              min(warp_first + WarpRows - 1, last_row), lane);
     if (lane == 0) finder.warp_segments[warp] = of_warp;
     if (threadIdx.x == 0) finder.block_segments = of_block;
     __syncthreads();
@@ -320,7 +320,6 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
   constexpr bool kQueryInRegisters = Kernel::kTile.q_in_registers;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ PrefillBlockSm80<T> block;
-  __shared__ RowSums<2 * kRowBlocks> sums[Kernel::kThreads];
 
   const PrefillParams& params = args.params;
   const Problem& problem = params.problem;
@@ -330,11 +329,11 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
 
   typename Kernel::Output o = {};
   OnlineSoftmax<T, kRowBlocks> softmax(args.scale.exponent);
-  sums[threadIdx.x] = {};
 
   if (block.keys.begin < block.keys.end) {
     const uint32_t q_smem = shared_address(smem);
-    BufferRing<Kernel> ring(q_smem + (kQueryInRegisters ? 0 : Kernel::kQueryBytes));
+    const uint32_t buffers = q_smem + (kQueryInRegisters ? 0 : Kernel::kQueryBytes);
+    BufferRing<Kernel> ring;
 
     const auto next_tile = [&](int from) {
       return Featured ? block.finder.from(from, params, block.features) : from;
@@ -359,14 +358,14 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
         q_smem,
         static_cast<const T*>(params.q.data) + params.q.offset(block.sequence.batch, 0, block.head),
         params.q.seq, problem.head_dim, block.first_row, {0, block.sequence.q_len});
-    load_k(ring.k(), tile);
+    load_k(buffers + ring.k(), tile);
     if constexpr (kQueryInRegisters) {
       cp_async_wait<0>();
       __syncthreads();
     }
     const QueryOperand<Kernel> query(q_smem);
     if constexpr (kQueryInRegisters) __syncthreads();
-    load_v(ring.v(), tile);
+    load_v(buffers + ring.v(), tile);
 
     while (tile < block.finder.end()) {
       const int next = next_tile(tile + 1);
@@ -374,7 +373,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
 
       cp_async_wait<1>();  // all but V: K, and Q before the first tile
       __syncthreads();     // for all threads; and nobody reads the free buffer any more
-      load_k(ring.free(), next);
+      load_k(buffers + ring.free(), next);
 
       const int thread = opaque_thread();
       const WarpRows rows = rows_of_warp<Kernel>(block, thread);
@@ -395,7 +394,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
       while (!done) {
         typename Kernel::Scores s;
         const int thread = opaque_thread();
-        multiply_keys<Kernel>(s, query, ring.k(), thread);
+        multiply_keys<Kernel>(s, query, buffers + ring.k(), thread);
         const WarpRows rows = rows_of_warp<Kernel>(block, thread);
         const FragmentPlace place(rows.first, rows.last, first_key, thread % 32);
         if constexpr (Featured) {
@@ -408,16 +407,16 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
         const bool exact = softmax.exact();
         if (exact) {
           float factor[2 * kRowBlocks];
-          if (softmax.raise(s, factor, sums[thread])) scale_rows<Kernel>(o, factor);
+          if (softmax.raise(s, factor)) scale_rows<Kernel>(o, factor);
         }
-        done = softmax.weigh(s, p_regs, exact, sums[thread]);
+        done = softmax.weigh(s, p_regs, exact);
       }
 
       cp_async_wait<1>();  // all but the next K: V
       __syncthreads();     // for all threads; and nobody reads K any more
-      load_v(ring.k(), next);
+      load_v(buffers + ring.k(), next);
       if (is_visible()) {
-        accumulate_values<Kernel>(o, p_regs, ring.v(), problem.value_dim,
+        accumulate_values<Kernel>(o, p_regs, buffers + ring.v(), problem.value_dim,
                                   opaque_thread() % 32);
       }
 
@@ -439,7 +438,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
 #pragma unroll
   for (int r = 0; r < 2 * kRowBlocks; ++r) {
     const int row = first_row + 8 * r + lane / 4;
-    results[r] = softmax.finish(r, sink, sums[threadIdx.x]);
+    results[r] = softmax.finish(r, sink);
     if (row >= block.sequence.q_len) results[r] = {0.0f, -INFINITY};
     if (lane % 4 == 0 && row < problem.q_len) {
       lse[params.lse.offset(batch, row, block.head)] = results[r].lse;
@@ -455,7 +454,8 @@ inline bool is_aligned(const Strided& operand) {
          operand.seq % 8 == 0 && operand.head % 8 == 0;
 }
 
-// Head dims (of keys and of values) below HeadDim must be multiples of 8; they cost what HeadDim costs.
+// Head dims (of keys and of values) below HeadDim must be multiples of 8; they cost what HeadDim
+// costs.
 template <class T, int HeadDim>
 Status launch_prefill_sm80(const PrefillParams& params, const Device& device, cudaStream_t stream) {
   using Kernel = PrefillSm80<T, HeadDim>;

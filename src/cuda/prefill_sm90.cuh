@@ -168,13 +168,13 @@ Status launch_prefill_chosen_sm90(int chosen, const PrefillParams& params, const
   }
 }
 
-// The call must be one that prefill_sm90_supports.
+// HeadDim is compiled; the call must be one that prefill_sm90_supports, its head dim at most
+// HeadDim.
 template <class T, int HeadDim>
 Status launch_prefill_sm90(const PrefillParams& params, const Device& device, cudaStream_t stream) {
-  const Problem& problem = params.problem;
-  return launch_prefill_chosen_sm90<T, HeadDim>(
-      prefill_tile_index_sm90(problem.head_dim, mask_kind(params.scores), problem.q_len), params,
-      device, stream);
+  const int chosen =
+      prefill_tile_index_sm90(HeadDim, mask_kind(params.scores), params.problem.q_len);
+  return launch_prefill_chosen_sm90<T, HeadDim>(chosen, params, device, stream);
 }
 
 }  // namespace flashattn

@@ -1,15 +1,15 @@
 // Online softmax over the score fragments of mma.sync.
 //
 // Scores of a warp: s[m][n][e], 16-row block m, 8-column block n; element e of lane l is row
-// 16 m + 8 (e / 2) + l / 4 and column 8 n + 2 (l % 4) + e % 2. Row r = 2 m + e / 2 of a thread is shared
-// by the four lanes of a quad.
+// 16 m + 8 (e / 2) + l / 4 and column 8 n + 2 (l % 4) + e % 2. Row r = 2 m + e / 2 of a thread is
+// shared by the four lanes of a quad.
 //
 // p = 2^(scale s - scale reference). The reference need not be the row's maximum: any finite number
-// gives the same softmax while nothing overflows. So once a row has met a key the reference stays, and
-// neither maximum nor rescaling of the output is computed; the row sums, needed anyway, tell when some
-// p grew too large, and the tile is then done again the exact way. Only tiles with a visible key reach this
-// code, and what it decides depends on the visible scores of the warp's rows alone: whether a
-// hidden key was masked or never visited does not change a bit.
+// gives the same softmax while nothing overflows. So once a row has met a key the reference stays,
+// and neither maximum nor rescaling of the output is computed; the row sums, needed anyway, tell
+// when some p grew too large, and the tile is then done again the exact way. Only tiles with a
+// visible key reach this code, and what it decides depends on the visible scores of the warp's rows
+// alone: whether a hidden key was masked or never visited does not change a bit.
 #ifndef FLASHATTN_CUDA_SOFTMAX_CUH_
 #define FLASHATTN_CUDA_SOFTMAX_CUH_
 
@@ -24,24 +24,38 @@ __device__ __forceinline__ float max_of_quad(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
-__device__ __forceinline__ float sum_of_quad(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
 
-// What a thread's share of a tile's row sum must stay below: P is rounded to T, and the output and the
-// sums gather many tiles of it.
+// What a thread's share of a tile's row sum must stay below: P is rounded to T, and the output and
+// the sums gather many tiles of it.
 template <class T>
 constexpr float kTileSumLimit = 0x1p40f;
 template <>
 constexpr float kTileSumLimit<__half> = 0x1p14f;
 
-// A thread's share of its rows' sums. Touched once a tile, so a kernel short of registers can keep it in
-// shared memory.
+// Adds up over a quad; lane i gets the sum of row i % Rows.
 template <int Rows>
-struct alignas(4 * Rows) RowSums {
-  float of_row[Rows];
-};
+__device__ __forceinline__ float scatter_sums(const float (&of_row)[Rows], int lane) {
+  static_assert(Rows == 2 || Rows == 4, "a quad has four lanes");
+  const bool odd = lane & 1, upper = lane & 2;
+  float pair_sum[Rows / 2];
+#pragma unroll
+  for (int i = 0; i < Rows / 2; ++i) {
+    const float kept = odd ? of_row[2 * i + 1] : of_row[2 * i];
+    const float sent = odd ? of_row[2 * i] : of_row[2 * i + 1];
+    pair_sum[i] = kept + __shfl_xor_sync(~0u, sent, 1);
+  }
+  const float kept = upper ? pair_sum[Rows / 2 - 1] : pair_sum[0];
+  const float sent = upper ? pair_sum[0] : pair_sum[Rows / 2 - 1];
+  return kept + __shfl_xor_sync(~0u, sent, 2);
+}
+
+// of_row[lane % Rows]; an index would send the array to local memory.
+template <int Rows>
+__device__ __forceinline__ float pick_row(const float (&of_row)[Rows], int lane) {
+  const float low = lane & 1 ? of_row[1] : of_row[0];
+  const float high = lane & 1 ? of_row[Rows - 1] : of_row[Rows - 2];
+  return lane & 2 ? high : low;
+}
 
 struct RowResult {
   float output_scale;  // 0: the output is 0 whatever was accumulated
@@ -52,7 +66,6 @@ template <class T, int RowBlocks>
 class OnlineSoftmax {
  public:
   static constexpr int kRows = 2 * RowBlocks;
-  using Sums = RowSums<kRows>;
   // The exact way adopts a new maximum only if it exceeds the reference by 2^8.
   static constexpr float kLazyBits = 8.0f;
   // Data that outgrew the reference once is likely to again: so many tiles go the exact way then.
@@ -67,11 +80,10 @@ class OnlineSoftmax {
   // Whether the next tile has to call raise() before weigh(). The same in all lanes.
   __device__ bool exact() const { return exact_tiles_ > 0; }
 
-  // Moves references to the maxima of these scores where that is due, and the sums with them. If any row of
-  // the warp moved, the output has to be multiplied by `factor`.
+  // Moves references to the maxima of these scores where that is due, and the sums with them. If
+  // any row of the warp moved, the output has to be multiplied by `factor`.
   template <int N>
-  __device__ __forceinline__ bool raise(const float (&s)[RowBlocks][N][4],
-                                        float (&factor)[kRows], Sums& sums) {
+  __device__ __forceinline__ bool raise(const float (&s)[RowBlocks][N][4], float (&factor)[kRows]) {
     bool moved = false, all_met_a_key = true;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -85,21 +97,20 @@ class OnlineSoftmax {
       const bool moves = (maximum - reference_[r]) * scale_ > kLazyBits;
       factor[r] = moves ? exp2_approx((reference_[r] - maximum) * scale_) : 1.0f;
       if (moves) reference_[r] = maximum;
-      sums.of_row[r] *= factor[r];
       moved |= moves;
       all_met_a_key &= reference_[r] > -INFINITY;
     }
+    sum_ *= pick_row(factor, opaque_thread() % 32);
     const int rest = max(exact_tiles_ - 1, 0);
     exact_tiles_ = __all_sync(~0u, all_met_a_key) ? rest : max(rest, 1);
     return __any_sync(~0u, moved);
   }
 
-  // Scores to probabilities, as A operands of k16 blocks. False, in all lanes, if the references are
-  // too low for these scores: nothing was added up then, and the scores must be made anew.
+  // Scores to probabilities, as A operands of k16 blocks. False, in all lanes, if the references
+  // are too low for these scores: nothing was added up then, and the scores must be made anew.
   template <int N>
   __device__ __forceinline__ bool weigh(const float (&s)[RowBlocks][N][4],
-                                        uint32_t (&p_regs)[RowBlocks][N / 2][4], bool exact,
-                                        Sums& sums) {
+                                        uint32_t (&p_regs)[RowBlocks][N / 2][4], bool exact) {
     float tile_sum[kRows];
     bool fits = true;
 #pragma unroll
@@ -121,14 +132,13 @@ class OnlineSoftmax {
       exact_tiles_ = kCaution;
       return false;
     }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) sums.of_row[r] += tile_sum[r];
+    sum_ += scatter_sums(tile_sum, opaque_thread() % 32);
     return true;
   }
 
   // `sink` is one more logit without a value, in log2 units; -inf: none.
-  __device__ RowResult finish(int r, float sink, const Sums& sums) const {
-    const float sum = sum_of_quad(sums.of_row[r]);
+  __device__ RowResult finish(int r, float sink) const {
+    const float sum = __shfl_sync(~0u, sum_, r, 4);
     const float reference = reference_[r] * scale_;
     const float top = fmaxf(reference, sink);
     if (top == -INFINITY && sum == 0.0f) return {0.0f, -INFINITY};
@@ -141,6 +151,7 @@ class OnlineSoftmax {
   float scale_;
   int exact_tiles_;
   float reference_[kRows];  // in units of the scores; -inf: no key met yet
+  float sum_ = 0.0f;        // of p over the row that this lane keeps, lane % kRows
 };
 
 }  // namespace flashattn

@@ -1,4 +1,5 @@
-// Tiles of the generic (sm_80 and later) prefill kernel, by compiled head dim. Host code reads them too.
+// Tiles of the generic (sm_80 and later) prefill kernel, by compiled head dim. Host code reads them
+// too.
 #ifndef FLASHATTN_CUDA_TILES_SM80_H_
 #define FLASHATTN_CUDA_TILES_SM80_H_
 
@@ -11,13 +12,13 @@ struct PrefillTileSm80 {
   int blocks_per_sm;    // what the register limit is set for
 };
 
-// Keys of a tile. With 64 the scores of 32 rows take 64 registers a thread, which leaves room for the
-// output of head dim 128, and a tile's mask is one 64-bit word a row.
+// Keys of a tile. With 64 the scores of 32 rows take 64 registers a thread, which leaves room for
+// the output of head dim 128, and a tile's mask is one 64-bit word a row.
 constexpr int kPrefillBlockKv = 64;
 
-// mma.sync re-reads K and V from shared memory for every 16 or 32 rows. On A100 and H100 that bandwidth
-// is exhausted at 16 rows a warp, so 32 wherever the output fits in registers (32 rows x HeadDim / 32
-// threads). Two blocks (or warps) per scheduler are what hides softmax behind another's products.
+// mma.sync re-reads K and V from shared memory for every 16 or 32 rows. On A100 and H100 that
+// bandwidth is exhausted at 16 rows a warp, so 32 wherever the output fits in registers. Each SM
+// scheduler needs two warps or more: one's products hide another's softmax.
 constexpr PrefillTileSm80 prefill_tile_sm80(int head_dim) {
   switch (head_dim) {
     case 64:
@@ -33,8 +34,8 @@ constexpr PrefillTileSm80 prefill_tile_sm80(int head_dim) {
   }
 }
 
-// K and V tiles share three buffers. Q has a place of its own only if it is read again; else it passes
-// through two of the buffers. At most 96 KB, which GeForce GPUs (99 KB a block) have too.
+// K and V tiles share three buffers. Q has a place of its own only if it is read again; else it
+// passes through two of the buffers. At most 96 KB, which GeForce GPUs (99 KB a block) have too.
 constexpr int prefill_shared_memory_sm80(int head_dim) {
   const PrefillTileSm80 tile = prefill_tile_sm80(head_dim);
   const int rows = 3 * kPrefillBlockKv + (tile.q_in_registers ? 0 : tile.block_q);
