@@ -44,7 +44,7 @@ def check_gradients(platform, case, seed=0, lse=True, **extra):
         ours = gradients(prefill, arrays, dout, dlse)
     measure = xla.gradients(dout, dlse, **arrays, **case.options())
     for name in ours:
-        check(ours[name], expected[name], measure[name], f"d{name}")
+        check(ours[name], expected[name], measure[name], f"d{name}", case.dtype)
 
 
 def prefill(case, arrays, **extra):

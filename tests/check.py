@@ -4,19 +4,21 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def check(ours, truth, xla, name="out"):
-    """max|ours - truth| <= 2 * max|xla - truth| + 1 ulp * max|truth|, in the dtype of ours.
+def check(ours, truth, xla, name="out", dtype=None):
+    """max|ours - truth| <= 2 * max|xla - truth| + 1 ulp * max|truth|.
 
-    xla is the same maths at that dtype. inf and NaN have to stand where truth has them.
+    xla is the same maths at that dtype: one array, or a list of draws. The ulp is that of `dtype`,
+    the call's, where given. inf and NaN have to stand where truth has them.
     """
-    dtype = jnp.dtype(ours.dtype)
-    assert jnp.dtype(xla.dtype) == dtype, f"{name}: xla is {xla.dtype}, ours {dtype}"
-    ours, truth, xla = (np.asarray(x, np.float64) for x in (ours, truth, xla))
+    draws = xla if isinstance(xla, list) else [xla]
+    assert all(jnp.dtype(x.dtype) == ours.dtype for x in draws), name
+    dtype = jnp.dtype(ours.dtype if dtype is None else dtype)
+    ours, truth, *draws = (np.asarray(x, np.float64) for x in (ours, truth, *draws))
     finite = _same_places(ours, truth, name)
     if not finite.any():
         return
     scale = np.abs(truth[finite]).max()
-    allowed = 2 * np.abs(xla[finite] - truth[finite]).max()
+    allowed = 2 * max(np.abs(x[finite] - truth[finite]).max() for x in draws)
     ulps = 16 if dtype == jnp.float64 else 1  # truth itself is no better than a few in float64
     allowed += ulps * float(jnp.finfo(dtype).eps) * scale
     _within(allowed, finite, ours, truth, name)

@@ -269,7 +269,7 @@ def test_debug_reports_clamped_lengths(platform, capfd):
 # --- the custom calls themselves: what memory safety needs is checked again in C++
 
 
-def raw_call(op, operands, results, **attributes):
+def raw_call(op, operands, results, attributes=None):
     """The custom call, past every check in Python."""
     kinds = _ffi.signature(op)["attributes"]
     defaults = dict(
@@ -285,7 +285,7 @@ def raw_call(op, operands, results, **attributes):
     )
     given = {name: defaults.get(name) for name in kinds}
     given |= dict(operands=",".join(operands), results=",".join(results))
-    given |= attributes
+    given |= attributes or {}
     cast = {"float64": np.float64, "int32": np.int32, "bool": np.bool_, "string": str}
     given = {n: cast[kinds[n]](x) if n in kinds else x for n, x in given.items()}
     call = jax.ffi.ffi_call(_ffi.TARGETS[op], tuple(results.values()))
@@ -362,7 +362,7 @@ def test_raw_call_with_missing_operands(platform, missing):
 )
 def test_raw_call_with_bad_attributes(platform, attributes):
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
-        raw_call("prefill", prefill_arguments(), prefill_results(platform), **attributes)
+        raw_call("prefill", prefill_arguments(), prefill_results(platform), attributes)
 
 
 @pytest.mark.parametrize(

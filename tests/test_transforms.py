@@ -210,7 +210,7 @@ def test_vmap_and_grad(platform, names, order):
 
 
 def check_mapped_gradients(ours, cotangents, calls, summed, case):
-    """Gradients by operand: one for each call, or for `summed` operands their sum over the calls."""
+    """Gradients by operand: one for each call, or for `summed` operands their sum."""
 
     def stack(oracle):
         grads = [
@@ -219,12 +219,13 @@ def check_mapped_gradients(ours, cotangents, calls, summed, case):
         ]
         return {name: np.stack([g[name] for g in grads]) for name in ours}
 
-    true, measure = stack(truth), stack(xla)
-    for name in summed:
-        true[name], dtype = true[name].sum(axis=0), measure[name].dtype
-        measure[name] = measure[name].astype(np.float64).sum(axis=0).astype(dtype)
+    true, measure = stack(truth), stack(xla)  # (calls, ...) and (calls, draws, ...)
     for name, grad in ours.items():
-        check(grad, true[name], measure[name], f"d{name}")
+        draws = list(measure[name].swapaxes(0, 1))
+        if name in summed:
+            true[name] = true[name].sum(axis=0)
+            draws = [x.astype(np.float64).sum(axis=0).astype(x.dtype) for x in draws]
+        check(grad, true[name], draws, f"d{name}", case.dtype)
 
 
 @pytest.mark.parametrize(

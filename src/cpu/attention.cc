@@ -31,6 +31,49 @@ const Kernels& kernels_for(const Problem& problem) {
   return problem.dtype == DType::kF64 ? chosen().float64 : chosen().float32;
 }
 
+// Weights far below a row's largest are subnormal, and arithmetic on those takes a hundred times as
+// long. Threads also come with different settings, which would make bits depend on who did a task.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : saved_(read()) { write(saved_ | kFlush); }
+  ~FlushSubnormals() { write(saved_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  using Control = uint32_t;
+  static constexpr Control kFlush = 0x8040;  // results and operands
+  static Control read() { return __builtin_ia32_stmxcsr(); }
+  static void write(Control control) { __builtin_ia32_ldmxcsr(control); }
+#elif defined(__aarch64__)
+  using Control = uint64_t;
+  static constexpr Control kFlush = Control{1} << 24;
+  static Control read() {
+    Control control;
+    asm volatile("mrs %0, fpcr" : "=r"(control));
+    return control;
+  }
+  static void write(Control control) { asm volatile("msr fpcr, %0" : : "r"(control)); }
+#else
+  using Control = uint32_t;
+  static constexpr Control kFlush = 0;
+  static Control read() { return 0; }
+  static void write(Control) {}
+#endif
+  Control saved_;
+};
+
+template <class Call>
+void run_tasks(const ParallelFor& parallel_for, int64_t tasks, void (*kernel)(const Call&, int64_t),
+               const Call& call) {
+  if (tasks <= 0) return;
+  parallel_for(tasks, [&](int64_t task) {
+    const FlushSubnormals scope;
+    kernel(call, task);
+  });
+}
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Enough tasks that threads of unequal speed finish together.
@@ -74,7 +117,7 @@ void run_forward(ForwardCall& call, const ParallelFor& parallel_for) {
   call.blocks_per_task =
       units_per_task(blocks, sequences * call.splits, largest_task(problem, kMaxBlocks));
   call.row_tasks = divide_up(blocks, call.blocks_per_task);
-  parallel_for(call.tasks(), [&](int64_t task) { kernels.forward(call, task); });
+  run_tasks(parallel_for, call.tasks(), kernels.forward, call);
 }
 
 // Keys of a chunk in a batch-invariant call: a constant, so that the cuts depend on nothing else.
@@ -102,7 +145,8 @@ void set_splits(const DecodeParams& params, ForwardCall& call) {
     const int64_t chunks = divide_up(longest_sequence(params), kInvariantChunk);
     call.splits = static_cast<int>(std::max<int64_t>(1, chunks));
   } else {
-    call.splits = params.num_splits > 0 ? params.num_splits : choose_splits(params);
+    const int64_t tiles = std::max<int64_t>(1, divide_up(params.problem.kv_len, kTileKeys));
+    call.splits = params.num_splits > 0 ? min_int(params.num_splits, tiles) : choose_splits(params);
   }
 }
 
@@ -138,8 +182,8 @@ void decode(const DecodeParams& params, const ParallelFor& parallel_for) {
   const std::unique_ptr<char[]> partials = make_buffer(problem, numbers);
   call.partials = partials.get();
   run_forward(call, parallel_for);
-  parallel_for(int64_t{problem.batch} * problem.kv_heads,
-               [&](int64_t task) { kernels_for(problem).combine(call, task); });
+  run_tasks(parallel_for, int64_t{problem.batch} * problem.kv_heads, kernels_for(problem).combine,
+            call);
 }
 
 void backward(const BackwardParams& params, const ParallelFor& parallel_for) {
@@ -161,20 +205,12 @@ void backward(const BackwardParams& params, const ParallelFor& parallel_for) {
   const int64_t rows = int64_t{problem.batch} * problem.q_len * problem.q_heads;
   const std::unique_ptr<char[]> delta = make_buffer(problem, rows);
   call.delta = delta.get();
-  parallel_for(blocks * sequences, [&](int64_t task) { kernels.delta(call, task); });
+  run_tasks(parallel_for, blocks * sequences, kernels.delta, call);
 
-  // One loop over both kinds of task, so that no thread waits between them.
-  const int64_t key_tasks = call.key_tasks * sequences;
-  parallel_for(key_tasks + call.row_tasks * sequences, [&](int64_t task) {
-    if (task < key_tasks) {
-      kernels.key_value_gradients(call, task);
-    } else {
-      kernels.query_gradient(call, task - key_tasks);
-    }
-  });
+  run_tasks(parallel_for, call.key_tasks * sequences, kernels.key_value_gradients, call);
+  run_tasks(parallel_for, call.row_tasks * sequences, kernels.query_gradient, call);
   if (params.dsinks) {
-    parallel_for(int64_t{problem.batch} * problem.q_heads,
-                 [&](int64_t task) { kernels.sink_gradient(call, task); });
+    run_tasks(parallel_for, int64_t{problem.batch} * problem.q_heads, kernels.sink_gradient, call);
   }
 }
 

@@ -70,6 +70,9 @@ void apply_mask(const Broadcast& mask, int b, const RowBlock<V>& rows, const Key
   const auto* data = static_cast<const bool*>(mask.data);
   for (int lane = 0; lane < rows.rows; ++lane) {
     const bool* row = data + mask.offset(b, rows.head[lane], rows.position[lane], tile.begin);
+    bool all = true;
+    for (int j = 0; j < tile.count(); ++j) all &= row[j * mask.col];
+    if (all) continue;
     for (int j = 0; j < tile.count(); ++j) {
       typename V::Real& score = scores[j * rows.width + lane];
       score = row[j * mask.col] ? score : -V::kInfinity;
@@ -157,8 +160,6 @@ SegmentRange segment_range(const int32_t* segments, int count) {
   return range;
 }
 
-// Whether segments or the mask hide all of these keys from all rows at [first, last] positions, for
-// certain: tiles of other documents cost nothing.
 template <class V>
 bool hidden_by_mask(const Broadcast& mask, int b, const RowBlock<V>& rows, int begin, int end) {
   const auto* data = static_cast<const bool*>(mask.data);
@@ -182,7 +183,8 @@ bool hidden_by_segments(const Features& features, int b, const RowBlock<V>& rows
               .overlaps(segment_range<V>(features.key_segments.row(b) + begin, end - begin));
 }
 
-// Whether it is certain that no row of the block sees any of these keys.
+// Whether it is certain that no row of the block sees any of these keys: tiles of other documents
+// and of padding cost nothing.
 template <class V>
 bool is_hidden(const Features& features, int b, const RowBlock<V>& rows, int begin, int end) {
   return !rows.sees_any(begin, end) ||

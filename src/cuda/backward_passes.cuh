@@ -19,8 +19,8 @@ __device__ __forceinline__ RowRange rows_with_keys(const PrefillParams& forward,
   return {causal && forward.scores.bottom_right ? max(0, q_len - kv_len) : 0, q_len};
 }
 
-// How a block of 64 x 64 floats lies in the accumulator of dq: as the fragments of dQ^T, a float4 a
-// thread, so that a warpgroup adds contiguous memory. Position of float4 `i` of a step's rows:
+// How a step's rows lie in the accumulator of dq: as the fragments of dQ^T, a float4 a thread, so
+// that a warpgroup adds contiguous memory. This is the place of float4 number `i`.
 template <int HeadDim>
 struct DqFragment {
   static constexpr int kRows = backward_tile_sm90(HeadDim).rows;
@@ -59,9 +59,8 @@ template <int HeadDim>
 struct PassShape {
   // Where there is an accumulator: of whole steps, since its fragments do not end with a row.
   static constexpr int kRows = HeadDim <= 128 ? backward_tile_sm90(HeadDim).rows : 64;
-  static constexpr int kLanes = HeadDim <= 64    ? 8
-                                : HeadDim <= 128 ? 16
-                                                 : 32;  // of a row, 16 bytes each
+  // Threads of a row, 16 bytes each; a power of two, for the sum across them.
+  static constexpr int kLanes = HeadDim <= 64 ? 8 : HeadDim <= 128 ? 16 : 32;
 };
 
 // sum of eight products
@@ -77,12 +76,18 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
   return sum;
 }
 
-// lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse, and zeros in the accumulator, which serves
-// the first `dq_heads` query heads and after them others. A row that contributes nothing gets lse2
-// = +inf, which makes its every probability exactly zero.
+// The query heads that the accumulator of dQ serves, counted through the batches; `again`: others
+// follow.
+struct AccumulatorUse {
+  int first_head, heads;
+  bool again;
+};
+
+// lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse for every head, and zeros in the accumulator.
+// A row that contributes nothing gets lse2 = +inf, which makes its every probability exactly zero.
 template <class T, int HeadDim, bool ZeroDq>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_prepare_kernel(const __grid_constant__ BackwardParams params, int dq_heads) {
+    backward_prepare_kernel(const __grid_constant__ BackwardParams params, AccumulatorUse use) {
   constexpr int kRows = PassShape<HeadDim>::kRows, kLanes = PassShape<HeadDim>::kLanes;
   constexpr int kRowsAtOnce = kPassThreads / kLanes;
   grid_dependency_trigger();
@@ -91,7 +96,7 @@ __global__ void __launch_bounds__(kPassThreads)
   const QueryBlock block(forward.problem, kRows, 0);
   const int64_t first_padded = block.head_index * workspace.padded_rows + block.first_row;
 
-  if (ZeroDq && block.head_index < dq_heads) {
+  if (ZeroDq && block.head_index < use.heads) {
     float4* dq = reinterpret_cast<float4*>(workspace.dq + first_padded * HeadDim);
 #pragma unroll
     for (int i = 0; i < kRows * HeadDim / 4 / kPassThreads; ++i)
@@ -127,29 +132,29 @@ __global__ void __launch_bounds__(kPassThreads)
   }
 }
 
-// dq = scale * accumulator, through shared memory since the fragments run along columns. The
-// accumulator serves the query heads from `first_head` on, and is left zero for the next ones.
+// dq = scale * accumulator, through shared memory since the fragments run along columns; the
+// accumulator is left zero if it serves again.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_finish_kernel(const __grid_constant__ BackwardParams params, int first_head) {
+    backward_finish_kernel(const __grid_constant__ BackwardParams params, AccumulatorUse use) {
   constexpr int kRows = PassShape<HeadDim>::kRows, kLanes = PassShape<HeadDim>::kLanes;
   __shared__ alignas(16) T tile[kRows][HeadDim + 8];
   const PrefillParams& forward = params.forward;
   const BackwardWorkspace workspace(params);
-  const QueryBlock block(forward.problem, kRows, first_head);
+  const QueryBlock block(forward.problem, kRows, use.first_head);
   const float scale = static_cast<float>(forward.scores.scale);
   grid_dependency_trigger();
   grid_dependency_wait();
 
   float4* dq = reinterpret_cast<float4*>(
       workspace.dq +
-      ((block.head_index - first_head) * workspace.padded_rows + block.first_row) * HeadDim);
+      ((block.head_index - use.first_head) * workspace.padded_rows + block.first_row) * HeadDim);
 #pragma unroll
   for (int j = 0; j < kRows * HeadDim / 4 / kPassThreads; ++j) {
     const int i = j * kPassThreads + threadIdx.x;
     const DqFragment<HeadDim> at(i);
     const float4 x = dq[i];
-    dq[i] = float4{};
+    if (use.again) dq[i] = float4{};
     tile[at.row][at.column] = T(x.x * scale);
     tile[at.row + 1][at.column] = T(x.y * scale);
     tile[at.row][at.column + 8] = T(x.z * scale);

@@ -20,16 +20,15 @@ struct HeadChunk {
 };
 inline HeadChunk all_heads(const Problem& problem) { return {0, problem.batch * problem.kv_heads}; }
 
-// One block of a pass for every step's rows of `heads` query heads. `head` is the kernel's own
-// argument.
+// One block of a pass for every step's rows of `heads` query heads.
 template <int HeadDim>
 Status launch_backward_pass(const char* name, const void* kernel, const BackwardParams& params,
-                            int heads, int head, bool programmatic, const Device& device,
+                            int heads, AccumulatorUse use, bool programmatic, const Device& device,
                             cudaStream_t stream) {
   constexpr int kRows = PassShape<HeadDim>::kRows;
   const unsigned steps = (params.forward.problem.q_len + kRows - 1) / kRows;
   BackwardParams mutable_params = params;
-  void* args[] = {&mutable_params, &head};
+  void* args[] = {&mutable_params, &use};
   return launch({name, kernel, dim3(steps * heads), kPassThreads, 0, 1, programmatic}, args, device,
                 stream);
 }
@@ -40,17 +39,19 @@ Status launch_backward_prepare(const BackwardParams& params, int dq_heads, const
   const Problem& problem = params.forward.problem;
   const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim, ZeroDq>);
   return launch_backward_pass<HeadDim>("backward_prepare", kernel, params,
-                                       problem.batch * problem.q_heads, dq_heads, false, device,
-                                       stream);
+                                       problem.batch * problem.q_heads, {0, dq_heads, true}, false,
+                                       device, stream);
 }
 
 template <class T, int HeadDim>
 Status launch_backward_finish(const BackwardParams& params, const HeadChunk& chunk,
                               const Device& device, cudaStream_t stream) {
-  const int group = params.forward.problem.group();
+  const Problem& problem = params.forward.problem;
+  const AccumulatorUse use{chunk.first * problem.group(), chunk.heads * problem.group(),
+                           chunk.first + chunk.heads < all_heads(problem).heads};
   const void* kernel = reinterpret_cast<const void*>(&backward_finish_kernel<T, HeadDim>);
-  return launch_backward_pass<HeadDim>("backward_finish", kernel, params, chunk.heads * group,
-                                       chunk.first * group, true, device, stream);
+  return launch_backward_pass<HeadDim>("backward_finish", kernel, params, use.heads, use, true,
+                                       device, stream);
 }
 
 // A kernel that owns keys, programmatically behind the prepare pass. L is its layout.
@@ -107,7 +108,7 @@ Status launch_backward_wide_sm90(const BackwardParams& params, const HeadChunk& 
 }
 
 // Prepare, then for each chunk of heads: the kernel that owns keys and adds up dQ, and the pass
-// that converts dQ and leaves the accumulator zero.
+// that converts dQ and clears the accumulator for the next chunk.
 template <class T, int HeadDim>
 Status launch_backward_accumulating(const BackwardParams& params, const Device& device,
                                     cudaStream_t stream) {

@@ -163,7 +163,7 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, const TileRing<S
 
 template <class Shape>
 constexpr int decode_blocks_per_sm() {
-  return Shape::kColumnBlocks == 1 && Shape::kHeadDim <= 128 && !Shape::kByteCache ? 2 : 1;
+  return Shape::kColumnBlocks == 1 && Shape::kHeadDim <= 64 && !Shape::kByteCache ? 2 : 1;
 }
 
 template <class Shape>
