@@ -45,6 +45,14 @@ cuda_kernel(backward_sm80 PARAMS BackwardParams ARCHITECTURES ${GENERIC_ARCHITEC
 cuda_kernel(backward_sm90 PARAMS BackwardParams ARCHITECTURES ${HOPPER_ARCHITECTURES} HEAD_DIMS ${BACKWARD_SM90_HEAD_DIMS})
 cuda_kernel(decode PARAMS DecodeParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${HEAD_DIMS})
 
+# Tests of the Hopper building blocks.
+add_library(selftest OBJECT src/cuda/selftest.cu)
+set_target_properties(selftest PROPERTIES CUDA_ARCHITECTURES "${HOPPER_ARCHITECTURES}")
+target_include_directories(selftest PRIVATE src src/cuda "${generated}")
+target_compile_options(selftest PRIVATE --expt-relaxed-constexpr --compress-mode=size)
+add_dependencies(selftest wgmma_header)
+list(APPEND kernel_objects $<TARGET_OBJECTS:selftest>)
+
 extension_module(_cuda src/cuda/module.cc src/cuda/launch.cc src/cuda/explain.cc
                  src/cuda/device.cc ${kernel_objects})
 target_include_directories(_cuda PRIVATE "${generated}")

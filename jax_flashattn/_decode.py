@@ -8,7 +8,7 @@ from jax.interpreters import ad
 
 from jax_flashattn import _arguments as arguments
 from jax_flashattn import _ffi
-from jax_flashattn._prefill import check_cuda_dtype, pad_head_dims, unpad, without_keys
+from jax_flashattn._prefill import check_cuda, pad_head_dims, unpad, without_keys
 from jax_flashattn._primitive import Operation, Options
 
 CACHE_8BIT = ("float8_e4m3fn", "int8")
@@ -175,7 +175,7 @@ def _emit_decode(platform, operands, results, options):
     }
     if platform == "cpu":
         return list(_ffi.call("decode", operands, results, **attributes).values())
-    check_cuda_dtype("decode", operands["query"].dtype)
+    check_cuda("decode", operands["query"].dtype, (size["h"], size["v"]))
     padded, results_padded = pad_head_dims(operands, results, options)
     floats = _ffi.cuda().decode_workspace(
         size["b"], size["t"], size["n"], size["k"], results_padded["out"].shape[-1],

@@ -41,15 +41,15 @@ def merge(outs, lses, *, layout="BTNH"):
                        f"it must be {outs[0].shape[:-1]}")  # fmt: skip
     wide = jnp.float64 if outs[0].dtype == jnp.float64 else jnp.float32
     lse = jnp.stack(lses).astype(wide)
-    top = jnp.max(lse, axis=0)
+    top = jnp.max(lse, axis=0, keepdims=True)
     top = jnp.where(jnp.isneginf(top), 0, top)
     weights = jnp.exp(lse - top)
-    total = weights.sum(0)
+    total = weights.sum(0, keepdims=True)
     empty = total == 0
     weights = weights / jnp.where(empty, 1, total)
     out = sum(
         jnp.where(w[..., None] == 0, 0, w[..., None] * o.astype(wide))
         for w, o in zip(weights, outs, strict=True)
     )
-    merged = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1, total)) + top)
+    merged = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1, total)) + top)[0]
     return out.astype(outs[0].dtype), merged.astype(lses[0].dtype)

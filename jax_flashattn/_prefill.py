@@ -195,7 +195,7 @@ def _emit_prefill(platform, operands, results, options):
     attributes = score_attributes(options)
     if platform == "cpu":
         return list(_ffi.call("prefill", operands, results, **attributes).values())
-    check_cuda_dtype("prefill", operands["query"].dtype)
+    check_cuda("prefill", operands["query"].dtype, (size["h"], size["v"]))
     padded, results_padded = pad_head_dims(operands, results, options)
     workspace = {"workspace": jax.ShapeDtypeStruct((2,), jnp.uint32)}
     outs = _ffi.call("prefill", padded, results_padded | workspace, **attributes)
@@ -213,8 +213,12 @@ def without_keys(operands, results, options):
     return [jnp.zeros(results["out"].shape, results["out"].dtype), lse]
 
 
-def check_cuda_dtype(op, dtype):
-    _ffi.cuda()
+def check_cuda(op, dtype, head_dims):
+    """Raises NotImplementedError if no CUDA kernel takes the call."""
+    largest = _ffi.cuda().largest_head_dim(op)
+    if max(head_dims) > largest:
+        arguments.fail(NotImplementedError, op, "query", "has a head dim without a CUDA kernel",
+                       max(head_dims), f"at most {largest}; jax.nn.dot_product_attention takes any")  # fmt: skip
     if dtype not in (jnp.float16, jnp.bfloat16):
         arguments.fail(NotImplementedError, op, "query", "has a dtype without a CUDA kernel", dtype,
                        "cast to float16 or bfloat16, or use jax.nn.dot_product_attention")  # fmt: skip
@@ -350,7 +354,7 @@ def _emit_backward(platform, operands, results, options):
     attributes = score_attributes(options) | {"deterministic": options.deterministic}
     if platform == "cpu":
         return list(_ffi.call("backward", operands, results, **attributes).values())
-    check_cuda_dtype("backward", operands["query"].dtype)
+    check_cuda("backward", operands["query"].dtype, (size["h"], size["v"]))
     padded, results_padded = pad_head_dims(operands, results, options)
     floats = _ffi.cuda().backward_workspace(
         size["b"], size["t"], size["s"], size["n"], size["k"], padded["query"].shape[-1]

@@ -186,7 +186,7 @@ def test_unknown_implementation(dtype):
         dict(value=jnp.zeros((B, S + 1, K, H))),
         dict(key=jnp.zeros((B, S, 3, H)), value=jnp.zeros((B, S, 3, H))),
         dict(mask=jnp.zeros((1, 1, T, S))),
-        dict(query_seq_lengths=np.int64([3, 4])),
+        dict(query_seq_lengths=np.float32([3, 4])),
         dict(key_value_seq_lengths=np.int32([3])),
         dict(value=jnp.zeros((B, S, K, H), jnp.bfloat16)),
     ],

@@ -11,7 +11,7 @@ import truth
 import xla
 from calls import xla_decode, xla_prefill
 from cases import Case, DecodeCase, make_cotangents, make_inputs
-from check import check, check_lse
+from check import check, check_gradient, check_lse
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -56,8 +56,9 @@ def check_results(case, arrays, out, lse):
 
 def check_grads(arrays, dout, dlse, ours):
     expected, measure = (f(dout, dlse, **arrays) for f in (truth.gradients, xla.gradients))
+    _, lse = truth.attention(**arrays)
     for name, grad in zip(arrays, ours, strict=True):
-        check(grad, expected[name], measure[name], f"d{name}")
+        check_gradient(grad, expected[name], measure[name], f"d{name}", grad.dtype, lse)
 
 
 LAYOUTS = {

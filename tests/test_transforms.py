@@ -13,7 +13,7 @@ import xla
 from calls import decode as decode_case_call
 from calls import gradients, prefill, xla_decode, xla_prefill
 from cases import Case, DecodeCase, make_cotangents, make_inputs
-from check import check, check_lse, check_same
+from check import check, check_gradient, check_lse, check_same
 
 import jax_flashattn
 from jax_flashattn import _ffi, _reference
@@ -219,13 +219,14 @@ def check_mapped_gradients(ours, cotangents, calls, summed, case):
         ]
         return {name: np.stack([g[name] for g in grads]) for name in ours}
 
+    lse = np.stack([truth.attention(**a, **case.options())[1] for a in calls])
     true, measure = stack(truth), stack(xla)  # (calls, ...) and (calls, draws, ...)
     for name, grad in ours.items():
         draws = list(measure[name].swapaxes(0, 1))
         if name in summed:
             true[name] = true[name].sum(axis=0)
             draws = [x.astype(np.float64).sum(axis=0).astype(x.dtype) for x in draws]
-        check(grad, true[name], draws, f"d{name}", case.dtype)
+        check_gradient(grad, true[name], draws, f"d{name}", case.dtype, lse)
 
 
 @pytest.mark.parametrize(

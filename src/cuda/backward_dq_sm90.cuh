@@ -70,9 +70,10 @@ struct BackwardDqGrid {
   BackwardWorkspace workspace;
 };
 
-// ---- which rows a block owns and which keys they see; in shared memory, as in backward_sm90.cuh
+// ---- which rows a block owns and which keys they see; in shared memory, as BackwardTask
 struct BackwardDqTask {
-  int b, head, first_row, kv_len;
+  int b, head, first_row;
+  int key_end;    // keys from here on are seen by no row
   int row_shift;  // row i sees the keys up to i + row_shift
   bool causal;
   RowRange valid;
@@ -81,7 +82,7 @@ struct BackwardDqTask {
 
   // Keys below this one are visible to a row.
   __device__ __forceinline__ int key_limit(int row) const {
-    return causal ? min(kv_len, row + row_shift + 1) : kv_len;
+    return causal ? min(key_end, row + row_shift + 1) : key_end;
   }
 };
 
@@ -98,9 +99,10 @@ __device__ inline BackwardDqTask find_dq_task(const PrefillParams& forward,
   task.b = head / problem.q_heads;
   task.head = head % problem.q_heads;
   task.first_row = (grid.query_blocks - 1 - inside / section_heads) * rows;
-  task.kv_len = forward.kv_length(task.b);
+  task.key_end = keys_seen(forward, task.b);
   task.causal = forward.scores.window_right == 0;
-  task.row_shift = forward.scores.bottom_right ? task.kv_len - forward.q_length(task.b) : 0;
+  task.row_shift =
+      forward.scores.bottom_right ? forward.kv_length(task.b) - forward.q_length(task.b) : 0;
   task.valid = rows_with_keys(forward, task.b);
 
   const int end_row = min(task.first_row + rows, task.valid.end);
@@ -126,7 +128,7 @@ __device__ __forceinline__ void produce_dq(const BackwardDqMaps& maps, const Bac
     loader.template load_chunks<L::kRows>(smem + L::kDout, &maps.dout, barriers.q_full,
                                           task.first_row, task.head, task.b);
   }
-  const RowRange keys{0, task.kv_len};
+  const RowRange keys{0, task.key_end};
   const int kv_head = task.head / forward.problem.group();
   RingPosition<L::kKStages> k_ring;
   RingPosition<L::kVStages> v_ring;
@@ -183,8 +185,8 @@ class BackwardDqConsumer {
     mbarrier_wait(barriers_.q_full, 0);
     issue_scores();
     wgmma_wait<0>();
-    // As in backward_sm90.cuh, every loop edge is a full wait. The last block ends the pipeline and
-    // is masked whether it needs it or not: one copy of a step less.
+    // As in backward_keys_sm90.cuh, every loop edge is a full wait. The last block ends the
+    // pipeline and is masked whether it needs it or not: one copy of a step less.
     clear_dq();
     int masked = task_.key_blocks - max(1, task_.plain_blocks),
         plain = max(1, task_.plain_blocks) - 1;
@@ -263,7 +265,7 @@ class BackwardDqConsumer {
     wgmma_wait<0>();
     mbarrier_arrive_if(thread_ == 0, barriers_.v_empty + 8 * v_ring_.stage);
     v_ring_.advance();
-    form_ds();
+    form_ds<Masked>();
     const uint32_t k_stage = k_ring_.stage;
     k_ring_.advance();
     if constexpr (HasNext) issue_scores();
@@ -286,11 +288,13 @@ class BackwardDqConsumer {
       }
   }
 
+  template <bool Masked>
   __device__ __forceinline__ void form_ds() {
 #pragma unroll
     for (int j = 0; j < kKeys / 4; ++j) {
       const float d = delta_[j % 2];
-      ds_[j] = pack<T>(s_[2 * j] * (dp_[2 * j] - d), s_[2 * j + 1] * (dp_[2 * j + 1] - d));
+      ds_[j] = pack<T>(score_gradient<Masked>(s_[2 * j], dp_[2 * j], d),
+                       score_gradient<Masked>(s_[2 * j + 1], dp_[2 * j + 1], d));
     }
   }
 

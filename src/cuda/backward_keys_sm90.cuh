@@ -26,11 +26,10 @@ namespace flashattn {
 // `rows` x 128 bytes in the 128-byte swizzle.
 template <int HeadDim, bool WithDq>
 struct BackwardLayout {
-  static constexpr BackwardTile kTile =
-      WithDq ? backward_tile_sm90(HeadDim) : backward_dkv_tile_sm90(HeadDim);
+  static constexpr BackwardTile kTile = WithDq ? backward_tile_sm90(HeadDim) : kBackwardDkvTile;
   static constexpr int kRows = kTile.rows, kKeys = 128;
-  static constexpr int kQStages = kTile.q_stages, kDoutStages = 2, kDsStages = 2;
-  static constexpr bool kQAhead = kTile.order == BackwardOrder::kScoresAhead, kDoutAhead = false;
+  static constexpr int kStages = 2;  // of Q, of dO and of dS
+  static constexpr bool kLooksAhead = false;
   static constexpr int kChunks = HeadDim / 64;
   static constexpr int kDqColumns = DqFragment<HeadDim>::kColumns;
 
@@ -42,11 +41,11 @@ struct BackwardLayout {
   static constexpr int kStatBytes = kRows * 4;
 
   static constexpr int kK = 0, kV = kKeyBytes, kQ = 2 * kKeyBytes;
-  static constexpr int kDout = kQ + kQStages * kQueryBytes;
-  static constexpr int kDs = kDout + kDoutStages * kQueryBytes;
-  static constexpr int kDq = kDs + kDsStages * kDsBytes;
-  static constexpr int kLse = kDq + 2 * kDqBytes, kDelta = kLse + kQStages * kStatBytes;
-  static constexpr int kBarriers = kDelta + kDoutStages * kStatBytes;
+  static constexpr int kDout = kQ + kStages * kQueryBytes;
+  static constexpr int kDs = kDout + kStages * kQueryBytes;
+  static constexpr int kDq = kDs + kStages * kDsBytes;
+  static constexpr int kLse = kDq + 2 * kDqBytes, kDelta = kLse + kStages * kStatBytes;
+  static constexpr int kBarriers = kDelta + kStages * kStatBytes;
   static constexpr int kBytes = kBarriers + 128 + 1024;
 };
 
@@ -125,30 +124,18 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ void begin_head(int g) {
-    // Counted from the first query head of this launch, as the accumulator is.
     const int64_t head =
-        int64_t{task_.b * params_.forward.problem.kv_heads + task_.kv_head - grid_.first_head} *
-            grid_.group +
-        g;
+        int64_t{task_.b * params_.forward.problem.kv_heads + task_.kv_head} * grid_.group + g;
     dq_head_ = grid_.workspace.dq + head * grid_.workspace.padded_rows * HeadDim +
                warpgroup_ * (L::kDqBytes / 4);
     step_ = task_.first_step;
   }
 
   static constexpr bool kTogether = L::kTile.order == BackwardOrder::kTogether;
-  static constexpr bool kScoresAhead = L::kTile.order == BackwardOrder::kScoresAhead;
-  static_assert(L::kQStages == (kScoresAhead ? 3 : 2), "Q is read one block longer or not");
-
-  __device__ __forceinline__ const auto& q_ring() const {
-    if constexpr (kScoresAhead)
-      return own_q_ring_;
-    else
-      return ring_;
-  }
 
   // ---- the pieces of a step
-  __device__ __forceinline__ uint32_t q_tile(uint32_t stage) const {
-    return smem_ + L::kQ + stage * L::kQueryBytes;
+  __device__ __forceinline__ uint32_t q_tile() const {
+    return smem_ + L::kQ + ring_.stage * L::kQueryBytes;
   }
   __device__ __forceinline__ uint32_t dout_tile() const {
     return smem_ + L::kDout + ring_.stage * L::kQueryBytes;
@@ -160,10 +147,10 @@ class BackwardConsumer {
 
   __device__ __forceinline__ void issue_scores() {
     uint32_t k = descriptor_low_k_major(smem_ + L::kK + warpgroup_ * L::kHalf);
-    uint32_t q = descriptor_low_k_major(q_tile(q_ring().stage));
+    uint32_t q = descriptor_low_k_major(q_tile());
     opaque(k);
     opaque(q);
-    mbarrier_wait(barriers_.q_full + 8 * q_ring().stage, q_ring().phase);
+    mbarrier_wait(barriers_.q_full + 8 * ring_.stage, ring_.phase);
     wgmma_fence();
     issue_over_head_dim<T, HeadDim, kRows, L::kKeyChunk, L::kQueryChunk>(s_, k, q);
     wgmma_commit();
@@ -184,8 +171,8 @@ class BackwardConsumer {
     opaque(dout);
     issue_over_rows<T, HeadDim, kRows>(dv_, p_, dout, accumulate);
   }
-  __device__ __forceinline__ void issue_dk(uint32_t q_stage, bool accumulate) {
-    uint32_t q = descriptor_low_mn_major(q_tile(q_stage), kRows);
+  __device__ __forceinline__ void issue_dk(bool accumulate) {
+    uint32_t q = descriptor_low_mn_major(q_tile(), kRows);
     opaque(q);
     issue_over_rows<T, HeadDim, kRows>(dk_, ds_, q, accumulate);
   }
@@ -195,7 +182,7 @@ class BackwardConsumer {
     const int first_row = step_ * kRows + 2 * (thread_ & 3);
     const int first = Masked ? task_.first_visible(first_key()) - first_row : 0;
     const int first_8 = Masked ? task_.first_visible(first_key() + 8) - first_row : 0;
-    probabilities<kRows, Masked>(s_, stats_ + L::kLse + q_ring().stage * L::kStatBytes,
+    probabilities<kRows, Masked>(s_, stats_ + L::kLse + ring_.stage * L::kStatBytes,
                                  grid_.scale_log2, first, first_8);
   }
 
@@ -243,57 +230,50 @@ class BackwardConsumer {
                            L::kDqBytes);
   }
 
-  __device__ __forceinline__ void release(uint32_t q_stage, uint32_t dout_stage) {
-    mbarrier_arrive_if(thread_ == 0, barriers_.q_empty + 8 * q_stage);
-    mbarrier_arrive_if(thread_ == 0, barriers_.dout_empty + 8 * dout_stage);
+  __device__ __forceinline__ void release_previous() {
+    const uint32_t stage = ring_.stage ^ 1;
+    mbarrier_arrive_if(thread_ == 0, barriers_.q_empty + 8 * stage);
+    mbarrier_arrive_if(thread_ == 0, barriers_.dout_empty + 8 * stage);
   }
 
   // ---- the steps, in the order that BackwardOrder names.
   __device__ __forceinline__ void first_step() {
     issue_scores();
     mbarrier_wait(barriers_.v_full, 0);
-    if constexpr (kScoresAhead) {
-      wgmma_wait<0>();
-      step_scores_ahead<true, false>();
-    } else {
-      scores_to_ds<true>(false);
-    }
+    scores_to_ds<true>(false);
     wgmma_wait<0>();
   }
 
   template <bool Masked>
   __device__ __forceinline__ void step() {
-    if constexpr (kScoresAhead) {
-      step_scores_ahead<Masked, true>();
-    } else if constexpr (WithDq) {
-      finish_dq_issue();
+    if constexpr (WithDq) {
+      issue_previous_dq();
       issue_scores();
       wgmma_wait<1>();
       store_dq();
-      scores_to_ds<Masked>(true);
     } else {
       issue_scores();
       wgmma_wait<1>();
-      release(ring_.stage ^ 1, ring_.stage ^ 1);
-      scores_to_ds<Masked>(true);
+      release_previous();
     }
+    scores_to_ds<Masked>(true);
   }
 
   __device__ __forceinline__ void last_dq() {
-    if constexpr (!kScoresAhead) finish_dq_issue();
+    issue_previous_dq();
     wgmma_wait<0>();
     store_dq();
   }
 
-  // kValueFirst and kTogether. dV and dK are the only products in flight over a loop's edge: an
-  // accumulator that is read in the next turn would serialise everything (C7514). So a step begins
-  // with dQ of the block before it.
-  __device__ __forceinline__ void finish_dq_issue() {
+  // dV and dK are the only products in flight over a loop's edge: an accumulator that is read in
+  // the next turn would serialise everything (C7514). So a step begins with dQ of the block before
+  // it.
+  __device__ __forceinline__ void issue_previous_dq() {
     named_barrier_sync(kDsBarrier, 256);
     if constexpr (kTogether) wgmma_wait<0>();
     issue_dq(ring_.stage ^ 1);
     if constexpr (!kTogether) wgmma_wait<1>();
-    release(ring_.stage ^ 1, ring_.stage ^ 1);
+    release_previous();
   }
 
   // From S in flight to dV and dK in flight and dS in shared memory.
@@ -308,11 +288,11 @@ class BackwardConsumer {
       // Passes at once; its branch keeps the exponentials ahead of the wait for dP.
       mbarrier_wait(dout_full, ring_.phase);
       wgmma_wait<0>();
-      score_gradients<T, kRows>(ds_, s_, dp_, delta());
+      score_gradients<T, kRows, Masked>(ds_, s_, dp_, delta());
       pack_pairs<T>(p_, s_);
       wgmma_fence();
       issue_dv(accumulate);
-      issue_dk(ring_.stage, accumulate);
+      issue_dk(accumulate);
       wgmma_commit();
     } else {
       pack_pairs<T>(p_, s_);
@@ -320,48 +300,13 @@ class BackwardConsumer {
       issue_dv(accumulate);
       wgmma_commit();
       wgmma_wait<1>();
-      score_gradients<T, kRows>(ds_, s_, dp_, delta());
+      score_gradients<T, kRows, Masked>(ds_, s_, dp_, delta());
       wgmma_fence();
-      issue_dk(ring_.stage, accumulate);
+      issue_dk(accumulate);
       wgmma_commit();
     }
     if constexpr (WithDq) store_ds();
     next_block();
-  }
-
-  // kScoresAhead. In flight on entry: S of this block, dK and dQ of the one before it; on exit the
-  // same one block further. The exponentials run under dQ, or dK where there is no dQ, the store of
-  // dQ under dV, dS under the next S.
-  template <bool Masked, bool Accumulate>
-  __device__ __forceinline__ void step_scores_ahead() {
-    const uint32_t q_stage = q_ring().stage;
-    wgmma_wait<1>();
-    exponentials<Masked>();
-    pack_pairs<T>(p_, s_);
-    mbarrier_wait(barriers_.dout_full + 8 * ring_.stage, ring_.phase);
-    wgmma_fence();
-    issue_dv(Accumulate);
-    wgmma_commit();
-    if constexpr (Accumulate) {
-      wgmma_wait<1>();
-      release(q_stage == 0 ? L::kQStages - 1 : q_stage - 1, ring_.stage ^ 1);
-      if constexpr (WithDq) store_dq();
-    }
-    issue_dp();
-    own_q_ring_.advance();
-    issue_scores();  // of the next block; after the last one of nothing, and nobody reads it
-    wgmma_wait<1>();
-    score_gradients<T, kRows>(ds_, p_, dp_, delta());
-    wgmma_fence();
-    issue_dk(q_stage, Accumulate);
-    wgmma_commit();
-    if constexpr (WithDq) {
-      store_ds();
-      named_barrier_sync(kDsBarrier, 256);
-      issue_dq(ring_.stage);
-    }
-    ++step_;
-    ring_.advance();
   }
 
   // ---- the end: dV into V's place in shared memory, dK into K's once both warpgroups are done
@@ -375,7 +320,7 @@ class BackwardConsumer {
 
   __device__ __forceinline__ void to_shared(float (&x)[HeadDim / 2], uint32_t tile, float factor) {
     fragments_to_shared<T, HeadDim>(x, tile + warpgroup_ * L::kHalf, L::kKeyChunk, factor,
-                                    first_key() < task_.kv_len, first_key() + 8 < task_.kv_len);
+                                    first_key() < task_.key_end, first_key() + 8 < task_.key_end);
   }
 
   __device__ __forceinline__ void store_zeros() {
@@ -424,8 +369,7 @@ class BackwardConsumer {
   uint32_t p_[kRows / 4], ds_[kRows / 4];
   uint32_t stats_, ds_store_, dq_store_;
   int step_ = 0;
-  RingPosition<L::kDoutStages> ring_;     // of dO, delta and dS
-  RingPosition<L::kQStages> own_q_ring_;  // of Q and lse, kScoresAhead only
+  RingPosition<L::kStages> ring_;  // of Q, lse2, dO, delta and dS
   float *dq_head_ = nullptr, *dq_target_ = nullptr;
 };
 
@@ -437,10 +381,10 @@ __global__ void __launch_bounds__(384, 1)
   using L = BackwardLayout<HeadDim, WithDq>;
   extern __shared__ char raw_smem[];
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
-  const BackwardBarriers barriers(smem + L::kBarriers, L::kQStages);
+  const BackwardBarriers barriers(smem + L::kBarriers);
   __shared__ BackwardTask task;
   if (threadIdx.x == 0) {
-    barriers.init(L::kQStages);
+    barriers.init();
     task = find_task(params.forward, grid, L::kRows, L::kKeys);
   }
   __syncthreads();

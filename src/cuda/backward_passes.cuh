@@ -19,6 +19,14 @@ __device__ __forceinline__ RowRange rows_with_keys(const PrefillParams& forward,
   return {causal && forward.scores.bottom_right ? max(0, q_len - kv_len) : 0, q_len};
 }
 
+// Keys [0, end) of a sequence that some query row sees. The others get zeros, and nothing of theirs
+// is used: it may hold NaN.
+__device__ __forceinline__ int keys_seen(const PrefillParams& forward, int b) {
+  const int q_len = forward.q_length(b);
+  if (q_len == 0) return 0;
+  return visible_keys(forward.scores, q_len - 1, q_len, forward.kv_length(b)).end;
+}
+
 // How a step's rows lie in the accumulator of dq: as the fragments of dQ^T, a float4 a thread, so
 // that a warpgroup adds contiguous memory. This is the place of float4 number `i`.
 template <int HeadDim>
@@ -44,9 +52,9 @@ struct QueryBlock {
   int64_t head_index;  // b * q_heads + head
   int b, head, first_row;
 
-  __device__ QueryBlock(const Problem& problem, int rows, int first_head) {
+  __device__ QueryBlock(const Problem& problem, int rows) {
     const int steps = (problem.q_len + rows - 1) / rows;
-    head_index = first_head + blockIdx.x / steps;
+    head_index = blockIdx.x / steps;
     b = static_cast<int>(head_index / problem.q_heads);
     head = static_cast<int>(head_index % problem.q_heads);
     first_row = static_cast<int>(blockIdx.x % steps) * rows;
@@ -76,27 +84,21 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
   return sum;
 }
 
-// The query heads that the accumulator of dQ serves, counted through the batches; `again`: others
-// follow.
-struct AccumulatorUse {
-  int first_head, heads;
-  bool again;
-};
-
 // lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse for every head, and zeros in the accumulator.
-// A row that contributes nothing gets lse2 = +inf, which makes its every probability exactly zero.
+// A row that contributes nothing gets lse2 = +inf, which makes its every probability exactly zero;
+// an lse of +inf, which a logit of +inf leaves, must not pass for that.
 template <class T, int HeadDim, bool ZeroDq>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_prepare_kernel(const __grid_constant__ BackwardParams params, AccumulatorUse use) {
+    backward_prepare_kernel(const __grid_constant__ BackwardParams params) {
   constexpr int kRows = PassShape<HeadDim>::kRows, kLanes = PassShape<HeadDim>::kLanes;
   constexpr int kRowsAtOnce = kPassThreads / kLanes;
   grid_dependency_trigger();
   const PrefillParams& forward = params.forward;
   const BackwardWorkspace workspace(params);
-  const QueryBlock block(forward.problem, kRows, 0);
+  const QueryBlock block(forward.problem, kRows);
   const int64_t first_padded = block.head_index * workspace.padded_rows + block.first_row;
 
-  if (ZeroDq && block.head_index < use.heads) {
+  if constexpr (ZeroDq) {
     float4* dq = reinterpret_cast<float4*>(workspace.dq + first_padded * HeadDim);
 #pragma unroll
     for (int i = 0; i < kRows * HeadDim / 4 / kPassThreads; ++i)
@@ -126,35 +128,34 @@ __global__ void __launch_bounds__(kPassThreads)
       if (params.dlse.data && lse != -INFINITY)
         delta -=
             static_cast<const float*>(params.dlse.data)[params.dlse.offset(block.b, t, block.head)];
-      workspace.lse2[first_padded + row] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+      workspace.lse2[first_padded + row] = lse == -INFINITY  ? INFINITY
+                                           : lse == INFINITY ? NAN
+                                                             : lse * kLog2e;
       workspace.delta[first_padded + row] = delta;
     }
   }
 }
 
-// dq = scale * accumulator, through shared memory since the fragments run along columns; the
-// accumulator is left zero if it serves again.
+// dq = scale * accumulator, through shared memory since the fragments run along columns.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_finish_kernel(const __grid_constant__ BackwardParams params, AccumulatorUse use) {
+    backward_finish_kernel(const __grid_constant__ BackwardParams params) {
   constexpr int kRows = PassShape<HeadDim>::kRows, kLanes = PassShape<HeadDim>::kLanes;
   __shared__ alignas(16) T tile[kRows][HeadDim + 8];
   const PrefillParams& forward = params.forward;
   const BackwardWorkspace workspace(params);
-  const QueryBlock block(forward.problem, kRows, use.first_head);
+  const QueryBlock block(forward.problem, kRows);
   const float scale = static_cast<float>(forward.scores.scale);
   grid_dependency_trigger();
   grid_dependency_wait();
 
-  float4* dq = reinterpret_cast<float4*>(
-      workspace.dq +
-      ((block.head_index - use.first_head) * workspace.padded_rows + block.first_row) * HeadDim);
+  const float4* dq = reinterpret_cast<const float4*>(
+      workspace.dq + (block.head_index * workspace.padded_rows + block.first_row) * HeadDim);
 #pragma unroll
   for (int j = 0; j < kRows * HeadDim / 4 / kPassThreads; ++j) {
     const int i = j * kPassThreads + threadIdx.x;
     const DqFragment<HeadDim> at(i);
     const float4 x = dq[i];
-    if (use.again) dq[i] = float4{};
     tile[at.row][at.column] = T(x.x * scale);
     tile[at.row + 1][at.column] = T(x.y * scale);
     tile[at.row][at.column + 8] = T(x.z * scale);

@@ -29,14 +29,12 @@ constexpr int backward_head_dim_sm90(int head_dim) {
 
 // The order of a step of the kernel that owns keys (backward_keys_sm90.cuh).
 enum class BackwardOrder {
-  kValueFirst,   // dV starts before dS is formed, dQ one block late
-  kTogether,     // dV and dK start together, dQ one block late: least registers
-  kScoresAhead,  // the next S starts before dK; the exponentials run under dQ
+  kValueFirst,  // dV starts before dS is formed
+  kTogether,    // dV and dK start together: fewer registers
 };
 
 struct BackwardTile {
-  int rows;      // query rows of a step
-  int q_stages;  // buffers of Q; dO has two
+  int rows;  // query rows of a step
   BackwardOrder order;
   int unroll;  // unmasked steps between two full waits
 };
@@ -45,15 +43,12 @@ struct BackwardTile {
 // faster without a mask and slower with one). H 64: 128 rows, since dK and dV take half the
 // registers.
 constexpr BackwardTile backward_tile_sm90(int compiled_head_dim) {
-  return compiled_head_dim == 128 ? BackwardTile{64, 2, BackwardOrder::kValueFirst, 2}
-                                  : BackwardTile{128, 2, BackwardOrder::kTogether, 1};
+  return compiled_head_dim == 128 ? BackwardTile{64, BackwardOrder::kValueFirst, 2}
+                                  : BackwardTile{128, BackwardOrder::kTogether, 2};
 }
 
-// Without dQ. At H 128 the next S does not fit beside a running dK.
-constexpr BackwardTile backward_dkv_tile_sm90(int compiled_head_dim) {
-  return compiled_head_dim == 128 ? BackwardTile{64, 2, BackwardOrder::kValueFirst, 2}
-                                  : BackwardTile{64, 3, BackwardOrder::kScoresAhead, 2};
-}
+// Without dQ.
+constexpr BackwardTile kBackwardDkvTile{64, BackwardOrder::kValueFirst, 2};
 
 // The kernel of dQ alone, 128 query rows a block: as many keys a step as registers (S, dP, dS, dQ:
 // up to 192 of 240) and shared memory hold.
@@ -66,7 +61,7 @@ constexpr BackwardDqTile backward_dq_tile_sm90(int compiled_head_dim) {
     case 64:
       return {128, 2};
     case 128:
-      return {96, 2};
+      return {112, 2};
     case 192:
       return {80, 2};
     default:
@@ -83,34 +78,17 @@ constexpr int backward_section_sm90(bool causal, int compiled_head_dim) {
 // Query rows of a head in the workspace: whole steps of every tile.
 constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127) / 128 * 128; }
 
-// Key/value heads (of all batches) that share the accumulator of dQ at a time. Short sequences run
-// in chunks of heads whose accumulator stays in L2: then the passes that zero and convert it do not
-// wait for memory, and the workspace is small. Long ones run at once: their passes are short beside
-// the products, and causal blocks want many heads to balance.
-constexpr int64_t kBackwardChunkBytes = 32 << 20;
-constexpr int kBackwardMinChunkHeads = 16;
-constexpr int backward_chunk_heads(const Problem& problem) {
-  const int total = problem.batch * problem.kv_heads;
-  const int64_t bytes = 4 * backward_padded_rows(problem.q_len) * problem.group() *
-                        backward_head_dim_sm90(problem.head_dim);
-  const int64_t fit = bytes > 0 ? kBackwardChunkBytes / bytes : total;
-  if (fit >= total || fit < kBackwardMinChunkHeads) return total;
-  const int64_t chunks = (total + fit - 1) / fit;
-  return static_cast<int>((total + chunks - 1) / chunks);
-}
-
 // Floats of workspace: lse in log2 units and delta for every row, and the accumulator of dQ.
 constexpr int64_t backward_workspace(const Problem& problem, bool deterministic) {
-  const int64_t rows = backward_padded_rows(problem.q_len);
-  const int64_t statistics = 2 * rows * problem.batch * problem.q_heads;
-  if (!backward_accumulates_dq(problem.head_dim, deterministic)) return statistics;
-  return statistics + rows * backward_chunk_heads(problem) * problem.group() *
-                          backward_head_dim_sm90(problem.head_dim);
+  const int64_t rows =
+      int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
+  const bool accumulates = backward_accumulates_dq(problem.head_dim, deterministic);
+  return rows * (2 + (accumulates ? backward_head_dim_sm90(problem.head_dim) : 0));
 }
 
 struct BackwardWorkspace {
   float *lse2, *delta;  // (B, N, padded rows)
-  float* dq;  // (heads of a chunk, padded rows, compiled head dim) in the order of DqFragment
+  float* dq;            // (B, N, padded rows, compiled head dim) in the order of DqFragment
   int64_t padded_rows;
 
   constexpr explicit BackwardWorkspace(const BackwardParams& params)

@@ -16,23 +16,21 @@ struct BackwardBarriers {
   uint32_t k_full, v_full, repair;
   uint32_t q_full, q_empty, dout_full, dout_empty;  // of stage 0, the next 8 bytes further
 
-  __device__ BackwardBarriers(uint32_t base, int q_stages)
+  __device__ explicit BackwardBarriers(uint32_t base)
       : k_full(base),
         v_full(base + 8),
         repair(base + 16),
         q_full(base + 24),
-        q_empty(q_full + 8 * q_stages),
-        dout_full(q_empty + 8 * q_stages),
-        dout_empty(dout_full + 16) {}
+        q_empty(base + 40),
+        dout_full(base + 56),
+        dout_empty(base + 72) {}
 
-  __device__ void init(int q_stages) const {
+  __device__ void init() const {
     for (uint32_t barrier : {k_full, v_full, repair}) mbarrier_init(barrier, 1);
-    for (int i = 0; i < q_stages; ++i) {
-      mbarrier_init(q_full + 8 * i, 1);
-      mbarrier_init(q_empty + 8 * i, 2);  // one arrival a warpgroup
-    }
     for (int i = 0; i < 2; ++i) {
+      mbarrier_init(q_full + 8 * i, 1);
       mbarrier_init(dout_full + 8 * i, 1);
+      mbarrier_init(q_empty + 8 * i, 2);  // one arrival a warpgroup
       mbarrier_init(dout_empty + 8 * i, 2);
     }
     mbarrier_init_fence();
@@ -46,7 +44,7 @@ struct BackwardMaps {
 // What follows from the parameters, computed by the host so that it costs no registers.
 struct BackwardGrid {
   int key_blocks, section;  // section: key/value heads whose key blocks are interleaved
-  int first_head, heads;    // key/value heads of this launch, counted through the batches
+  int heads;                // key/value heads, counted through the batches
   int group;                // query heads of a key/value head
   float scale, scale_log2;  // of the scores; in log2 units
   BackwardWorkspace workspace;
@@ -55,7 +53,8 @@ struct BackwardGrid {
 // ---- which keys a block owns and which query rows it walks over. Lives in shared memory: what a
 // step does not need must not cost registers.
 struct BackwardTask {
-  int b, kv_head, first_key, kv_len;
+  int b, kv_head, first_key;
+  int key_end;    // keys from here on are seen by no row
   int row_shift;  // under a causal mask row i sees key j iff i >= j - row_shift
   bool causal;
   RowRange valid;
@@ -65,7 +64,7 @@ struct BackwardTask {
 
   // First query row that sees this key.
   __device__ __forceinline__ int first_visible(int key) const {
-    if (key >= kv_len) return 1 << 30;
+    if (key >= key_end) return 1 << 30;
     return causal ? key - row_shift : -(1 << 30);
   }
 };
@@ -78,22 +77,23 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
   const int per_section = grid.key_blocks * grid.section;
   const int section = blockIdx.x / per_section, inside = blockIdx.x % per_section;
   const int section_heads = min(grid.section, grid.heads - section * grid.section);
-  const int head = grid.first_head + section * grid.section + inside % section_heads;
+  const int head = section * grid.section + inside % section_heads;
   BackwardTask task;
   task.b = head / problem.kv_heads;
   task.kv_head = head % problem.kv_heads;
   task.first_key = inside / section_heads * keys;
-  task.kv_len = forward.kv_length(task.b);
+  task.key_end = keys_seen(forward, task.b);
   task.causal = forward.scores.window_right == 0;
-  task.row_shift = forward.scores.bottom_right ? task.kv_len - forward.q_length(task.b) : 0;
+  task.row_shift =
+      forward.scores.bottom_right ? forward.kv_length(task.b) - forward.q_length(task.b) : 0;
   task.valid = rows_with_keys(forward, task.b);
 
   const int last_key = task.first_key + keys - 1;
-  const int end = task.first_key < task.kv_len ? (task.valid.end + rows - 1) / rows : 0;
+  const int end = task.first_key < task.key_end ? (task.valid.end + rows - 1) / rows : 0;
   task.first_step = task.causal ? min(end, max(0, task.first_key - task.row_shift) / rows) : 0;
   task.end_step = end;
   task.masked_end = task.first_step;
-  if (last_key >= task.kv_len)
+  if (last_key >= task.key_end)
     task.masked_end = end;
   else if (task.causal)
     task.masked_end =
@@ -108,10 +108,9 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
                                         const BackwardBarriers& barriers, uint32_t smem, int lane) {
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
-  const RowRange keys{0, task.kv_len};
+  const RowRange keys{0, task.key_end};
   BackwardLoader<HeadDim> loader{barriers.repair, lane};
-  RingPosition<L::kQStages> q_ring;
-  RingPosition<L::kDoutStages> dout_ring;
+  RingPosition<2> q_ring, dout_ring;
 
   loader.template load<L::kKeys>(smem + L::kK, &maps.k, barriers.k_full, task.first_key,
                                  task.kv_head, task.b % forward.k.batches, keys, problem.kv_len, 0);
@@ -152,11 +151,9 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
     }
   }
   // Consumers that look one tile ahead find one more, and do not use what they make of it.
-  if constexpr (L::kQAhead) {
+  if constexpr (L::kLooksAhead) {
     mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
     if (lane == 0) mbarrier_arrive(barriers.q_full + 8 * q_ring.stage);
-  }
-  if constexpr (L::kDoutAhead) {
     mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
     if (lane == 0) mbarrier_arrive(barriers.dout_full + 8 * dout_ring.stage);
   }

@@ -2,8 +2,6 @@
 #ifndef FLASHATTN_CUDA_BACKWARD_SM90_CUH_
 #define FLASHATTN_CUDA_BACKWARD_SM90_CUH_
 
-#include <algorithm>
-
 #include "backward_dq_sm90.cuh"
 #include "backward_keys_sm90.cuh"
 #include "backward_passes.cuh"
@@ -14,50 +12,38 @@
 
 namespace flashattn {
 
-// Key/value heads that a launch works on, counted through the batches.
-struct HeadChunk {
-  int first, heads;
-};
-inline HeadChunk all_heads(const Problem& problem) { return {0, problem.batch * problem.kv_heads}; }
-
-// One block of a pass for every step's rows of `heads` query heads.
+// One block of a pass for every step's rows of every query head.
 template <int HeadDim>
 Status launch_backward_pass(const char* name, const void* kernel, const BackwardParams& params,
-                            int heads, AccumulatorUse use, bool programmatic, const Device& device,
-                            cudaStream_t stream) {
+                            bool programmatic, const Device& device, cudaStream_t stream) {
   constexpr int kRows = PassShape<HeadDim>::kRows;
-  const unsigned steps = (params.forward.problem.q_len + kRows - 1) / kRows;
+  const Problem& problem = params.forward.problem;
+  const unsigned steps = (problem.q_len + kRows - 1) / kRows;
+  const unsigned heads = static_cast<unsigned>(problem.batch) * problem.q_heads;
   BackwardParams mutable_params = params;
-  void* args[] = {&mutable_params, &use};
+  void* args[] = {&mutable_params};
   return launch({name, kernel, dim3(steps * heads), kPassThreads, 0, 1, programmatic}, args, device,
                 stream);
 }
 
 template <class T, int HeadDim, bool ZeroDq>
-Status launch_backward_prepare(const BackwardParams& params, int dq_heads, const Device& device,
+Status launch_backward_prepare(const BackwardParams& params, const Device& device,
                                cudaStream_t stream) {
-  const Problem& problem = params.forward.problem;
   const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim, ZeroDq>);
-  return launch_backward_pass<HeadDim>("backward_prepare", kernel, params,
-                                       problem.batch * problem.q_heads, {0, dq_heads, true}, false,
-                                       device, stream);
+  return launch_backward_pass<HeadDim>("backward_prepare", kernel, params, false, device, stream);
 }
 
 template <class T, int HeadDim>
-Status launch_backward_finish(const BackwardParams& params, const HeadChunk& chunk,
-                              const Device& device, cudaStream_t stream) {
-  const Problem& problem = params.forward.problem;
-  const AccumulatorUse use{chunk.first * problem.group(), chunk.heads * problem.group(),
-                           chunk.first + chunk.heads < all_heads(problem).heads};
+Status launch_backward_finish(const BackwardParams& params, const Device& device,
+                              cudaStream_t stream) {
   const void* kernel = reinterpret_cast<const void*>(&backward_finish_kernel<T, HeadDim>);
-  return launch_backward_pass<HeadDim>("backward_finish", kernel, params, use.heads, use, true,
-                                       device, stream);
+  return launch_backward_pass<HeadDim>("backward_finish", kernel, params, true, device, stream);
 }
 
 // A kernel that owns keys, programmatically behind the prepare pass. L is its layout.
 template <class L, int HeadDim>
 Status launch_backward_keys(const char* name, const void* kernel, const BackwardParams& params,
-                            const HeadChunk& chunk, const Device& device, cudaStream_t stream) {
+                            const Device& device, cudaStream_t stream) {
   static_assert(L::kBytes <= 232448, "shared memory of a Hopper block");
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
@@ -78,72 +64,59 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
   const float scale = static_cast<float>(forward.scores.scale);
   BackwardGrid grid{(problem.kv_len + L::kKeys - 1) / L::kKeys,
                     backward_section_sm90(forward.scores.window_right == 0, HeadDim),
-                    chunk.first,
-                    chunk.heads,
+                    problem.batch * problem.kv_heads,
                     problem.group(),
                     scale,
                     scale * kLog2e,
                     BackwardWorkspace(params)};
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};
-  const unsigned blocks = static_cast<unsigned>(chunk.heads) * grid.key_blocks;
+  const unsigned blocks = static_cast<unsigned>(grid.heads) * grid.key_blocks;
   return launch({name, kernel, dim3(blocks), 384, L::kBytes, 1, true}, args, device, stream);
 }
 
 template <class T, int HeadDim, bool WithDq>
-Status launch_backward_keys_sm90(const BackwardParams& params, const HeadChunk& chunk,
-                                 const Device& device, cudaStream_t stream) {
+Status launch_backward_keys_sm90(const BackwardParams& params, const Device& device,
+                                 cudaStream_t stream) {
   const void* kernel =
       reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, WithDq>);
   return launch_backward_keys<BackwardLayout<HeadDim, WithDq>, HeadDim>(
-      "backward_keys_sm90", kernel, params, chunk, device, stream);
+      "backward_keys_sm90", kernel, params, device, stream);
 }
 
 template <class T, int HeadDim>
-Status launch_backward_wide_sm90(const BackwardParams& params, const HeadChunk& chunk,
-                                 const Device& device, cudaStream_t stream) {
+Status launch_backward_wide_sm90(const BackwardParams& params, const Device& device,
+                                 cudaStream_t stream) {
   const void* kernel = reinterpret_cast<const void*>(&backward_wide_sm90_kernel<T, HeadDim>);
   return launch_backward_keys<BackwardWideLayout<HeadDim>, HeadDim>("backward_wide_sm90", kernel,
-                                                                    params, chunk, device, stream);
+                                                                    params, device, stream);
 }
 
-// Prepare, then for each chunk of heads: the kernel that owns keys and adds up dQ, and the pass
-// that converts dQ and clears the accumulator for the next chunk.
+// Prepare, the kernel that owns keys and adds up dQ, and the pass that converts dQ.
 template <class T, int HeadDim>
 Status launch_backward_accumulating(const BackwardParams& params, const Device& device,
                                     cudaStream_t stream) {
-  const Problem& problem = params.forward.problem;
-  const int total = all_heads(problem).heads, chunk_heads = backward_chunk_heads(problem);
-  if (Status s = launch_backward_prepare<T, HeadDim, true>(params, chunk_heads * problem.group(),
-                                                           device, stream);
-      !s.ok())
+  if (Status s = launch_backward_prepare<T, HeadDim, true>(params, device, stream); !s.ok())
     return s;
-  for (int first = 0; first < total; first += chunk_heads) {
-    const HeadChunk chunk{first, std::min(chunk_heads, total - first)};
-    if (Status s = launch_backward_keys_sm90<T, HeadDim, true>(params, chunk, device, stream);
-        !s.ok())
-      return s;
-    if (Status s = launch_backward_finish<T, HeadDim>(params, chunk, device, stream); !s.ok())
-      return s;
-  }
-  return {};
+  if (Status s = launch_backward_keys_sm90<T, HeadDim, true>(params, device, stream); !s.ok())
+    return s;
+  return launch_backward_finish<T, HeadDim>(params, device, stream);
 }
 
 template <class T, int HeadDim>
 Status launch_backward_dkv(const BackwardParams& params, const Device& device,
                            cudaStream_t stream) {
-  const HeadChunk all = all_heads(params.forward.problem);
   if constexpr (HeadDim <= 128)
-    return launch_backward_keys_sm90<T, HeadDim, false>(params, all, device, stream);
+    return launch_backward_keys_sm90<T, HeadDim, false>(params, device, stream);
   else
-    return launch_backward_wide_sm90<T, HeadDim>(params, all, device, stream);
+    return launch_backward_wide_sm90<T, HeadDim>(params, device, stream);
 }
 
 // Prepare, dK and dV, dQ: nothing is added up across blocks.
 template <class T, int HeadDim>
 Status launch_backward_split(const BackwardParams& params, const Device& device,
                              cudaStream_t stream) {
-  if (Status s = launch_backward_prepare<T, HeadDim, false>(params, 0, device, stream); !s.ok())
+  if (Status s = launch_backward_prepare<T, HeadDim, false>(params, device, stream); !s.ok())
     return s;
   if (Status s = launch_backward_dkv<T, HeadDim>(params, device, stream); !s.ok()) return s;
   return launch_backward_dq_sm90<T, HeadDim>(params, device, stream);

@@ -16,13 +16,9 @@ struct RingPosition {
   uint32_t stage = 0, phase = 0;
 
   __device__ __forceinline__ void advance() {
-    if constexpr (Stages == 2) {
-      phase ^= stage;
-      stage ^= 1;
-    } else if (++stage == Stages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    static_assert(Stages == 1 || Stages == 2, "a round is counted as one bit");
+    phase ^= Stages == 1 ? 1 : stage;
+    if constexpr (Stages == 2) stage ^= 1;
   }
 };
 
@@ -154,9 +150,16 @@ __device__ __forceinline__ float2 pair(const uint32_t (&x)[Words], int j) {
   return unpack<T>(x[j]);
 }
 
-// dS^T = P^T (dP^T - delta); P in fp32, or rounded where its registers already hold the next
-// scores. delta lies as lse2 does.
-template <class T, int Rows, class P, int Words>
+// p (dp - delta). Where p may be 0 by a mask, dp may be a NaN that the row must not see.
+template <bool Masked>
+__device__ __forceinline__ float score_gradient(float p, float dp, float delta) {
+  const float ds = p * (dp - delta);
+  return Masked && p == 0.f ? 0.f : ds;
+}
+
+// dS^T = P^T (dP^T - delta); P in fp32, or rounded where it was handed over. delta lies as lse2
+// does.
+template <class T, int Rows, bool Masked, class P, int Words>
 __device__ __forceinline__ void score_gradients(uint32_t (&ds)[Rows / 4], const P (&p)[Words],
                                                 const float (&dp)[Rows / 2], uint32_t delta) {
 #pragma unroll
@@ -165,7 +168,8 @@ __device__ __forceinline__ void score_gradients(uint32_t (&ds)[Rows / 4], const 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float2 x = pair<T>(p, 2 * j + i), dx = pair<T>(dp, 2 * j + i);
-      ds[2 * j + i] = pack<T>(x.x * (dx.x - d.x), x.y * (dx.y - d.y));
+      ds[2 * j + i] =
+          pack<T>(score_gradient<Masked>(x.x, dx.x, d.x), score_gradient<Masked>(x.y, dx.y, d.y));
     }
   }
 }

@@ -25,8 +25,8 @@ namespace flashattn {
 template <int HeadDim>
 struct BackwardWideLayout {
   static constexpr int kRows = 64, kKeys = 64;
-  static constexpr int kQStages = 2, kDoutStages = 2;
-  static constexpr bool kQAhead = true, kDoutAhead = true;
+  static constexpr int kStages = 2;  // of Q and of dO
+  static constexpr bool kLooksAhead = true;
   static constexpr int kChunks = HeadDim / 64;
   // The warpgroup of the scores has the exponentials, so where the chunks do not split evenly it
   // takes fewer columns.
@@ -38,10 +38,10 @@ struct BackwardWideLayout {
   static constexpr int kExchangeBytes = kRows * kKeys * 2;
 
   static constexpr int kK = 0, kV = kKeyBytes, kQ = 2 * kKeyBytes;
-  static constexpr int kDout = kQ + kQStages * kQueryBytes;
-  static constexpr int kP = kDout + kDoutStages * kQueryBytes, kDs = kP + kExchangeBytes;
-  static constexpr int kLse = kDs + kExchangeBytes, kDelta = kLse + kQStages * kStatBytes;
-  static constexpr int kBarriers = kDelta + kDoutStages * kStatBytes;
+  static constexpr int kDout = kQ + kStages * kQueryBytes;
+  static constexpr int kP = kDout + kStages * kQueryBytes, kDs = kP + kExchangeBytes;
+  static constexpr int kLse = kDs + kExchangeBytes, kDelta = kLse + kStages * kStatBytes;
+  static constexpr int kBarriers = kDelta + kStages * kStatBytes;
   static constexpr int kBytes = kBarriers + 128 + 1024;
 };
 
@@ -125,7 +125,7 @@ class BackwardWideHalf {
   // dV and dK into the places of V and K, once the other warpgroup has read them for the last time.
   __device__ __forceinline__ void store_gradients() {
     named_barrier_sync(kPReady, 256);
-    const bool exists = first_key() < task_.kv_len, exists_8 = first_key() + 8 < task_.kv_len;
+    const bool exists = first_key() < task_.key_end, exists_8 = first_key() + 8 < task_.key_end;
     const uint32_t first_chunk = smem_ + FirstColumn / 64 * L::kKeyChunk;
     fragments_to_shared<T, Columns>(dv_, first_chunk + L::kV, L::kKeyChunk, 1.f, exists, exists_8);
     fragments_to_shared<T, Columns>(dk_, first_chunk + L::kK, L::kKeyChunk, grid_.scale, exists,
@@ -279,7 +279,12 @@ class BackwardWideGradients
     wgmma_wait<0>();
     Half::clear_gradients();
 #pragma unroll 1
-    for (int left = task_.steps() * grid_.group; left > 0; --left) step();
+    for (int g = 0; g < grid_.group; ++g) {
+#pragma unroll 1
+      for (int i = task_.first_step; i < task_.masked_end; ++i) step<true>();
+#pragma unroll 1
+      for (int i = task_.masked_end; i < task_.end_step; ++i) step<false>();
+    }
     Half::store_gradients();
   }
 
@@ -290,12 +295,14 @@ class BackwardWideGradients
   }
 
   // On entry dP of this block is there. dS is formed under dV.
+  template <bool Masked>
   __device__ __forceinline__ void step() {
     const uint32_t q = Half::q_tile(), stage = ring_.stage, phase = ring_.phase;
     named_barrier_sync(Half::kPReady, 256);
     Half::take_over(L::kP, p_);
     Half::issue_gradient(Half::dv_, p_, Half::dout_tile());
-    score_gradients<T, kRows>(ds_, p_, dp_, Half::stats_ + L::kDelta + stage * L::kStatBytes);
+    score_gradients<T, kRows, Masked>(ds_, p_, dp_,
+                                      Half::stats_ + L::kDelta + stage * L::kStatBytes);
     Half::hand_over(L::kDs, ds_);
     named_barrier_arrive(Half::kDsReady, 256);
     ring_.advance();
@@ -319,9 +326,9 @@ __global__ void __launch_bounds__(384, 1)
   extern __shared__ char raw_smem[];
   __shared__ BackwardTask task;
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
-  const BackwardBarriers barriers(smem + L::kBarriers, L::kQStages);
+  const BackwardBarriers barriers(smem + L::kBarriers);
   if (threadIdx.x == 0) {
-    barriers.init(L::kQStages);
+    barriers.init();
     task = find_task(params.forward, grid, L::kRows, L::kKeys);
   }
   __syncthreads();

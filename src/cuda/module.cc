@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
@@ -19,6 +20,7 @@
 #include "explain.h"
 #include "instances.h"
 #include "launch.h"
+#include "selftest.h"
 
 namespace flashattn {
 namespace {
@@ -174,10 +176,56 @@ std::string joined(std::integer_sequence<int, Dims...>) {
   return text;
 }
 
+template <int... Dims>
+constexpr int largest(std::integer_sequence<int, Dims...>) {
+  return std::max({Dims...});
+}
+
 std::string build_summary() {
   return "CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
          std::to_string(CUDART_VERSION % 1000 / 10) + ", head dims " + joined(HeadDims{}) +
          " (gradients on Hopper " + joined(BackwardSm90HeadDims{}) + ")";
+}
+
+// ---- self-tests, on device 0's default stream; pointers are those of jax arrays
+
+template <class Run>
+void run_selftest(Run&& run) {
+  Device device;
+  Status status = device_facts(0, &device);
+  if (status.ok()) status = run(device);
+  if (status.ok()) {
+    const cudaError_t error = cudaDeviceSynchronize();
+    if (error != cudaSuccess) status = {cudaGetErrorString(error)};
+  }
+  if (!status.ok()) throw std::runtime_error(status.message);
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void define_selftests(nb::module_& m) {
+  m.def("selftest_wgmma", [](int mode, int n, uintptr_t a, uintptr_t b, uintptr_t d,
+                             uintptr_t rounded) {
+    run_selftest([&](const Device& device) {
+      return selftest_wgmma(mode, n, pointer<void>(a), pointer<void>(b), pointer<float>(d),
+                            pointer<void>(rounded), device, nullptr);
+    });
+  });
+  m.def("selftest_tma", [](uintptr_t x, uintptr_t raw, int positions, int heads, int head_dim,
+                           int group, int position, int group_index) {
+    run_selftest([&](const Device& device) {
+      return selftest_tma(pointer<void>(x), pointer<void>(raw), positions, heads, head_dim, group,
+                          position, group_index, device, nullptr);
+    });
+  });
+  m.def("selftest_ring", [](uintptr_t x, uintptr_t sum, int tiles) {
+    run_selftest([&](const Device& device) {
+      return selftest_ring(pointer<void>(x), pointer<float>(sum), tiles, device, nullptr);
+    });
+  });
 }
 
 }  // namespace
@@ -194,6 +242,9 @@ NB_MODULE(_cuda, m) {
   m.def("ffi_api_version", ffi_api_version);
   m.def("build_summary", build_summary);
   m.def("explain", explain);
+  define_selftests(m);
+  m.def("largest_head_dim",
+        [](const std::string& op) { return op == "decode" ? largest(DecodeHeadDims{}) : largest(HeadDims{}); });
   m.def("decode_workspace", [](int batch, int q_len, int q_heads, int kv_heads, int value_dim,
                                int num_splits) {
     return std::max<int64_t>(
