@@ -14,6 +14,7 @@ from calls import decode as decode_case_call
 from calls import gradients, prefill, xla_decode, xla_prefill
 from cases import Case, DecodeCase, make_cotangents, make_inputs
 from check import check, check_gradient, check_lse, check_same
+from jax.experimental.compilation_cache import compilation_cache
 
 import jax_flashattn
 from jax_flashattn import _ffi, _reference
@@ -378,6 +379,40 @@ def test_scan_and_while(platform):
     )
     check_same(scanned, looped)
     check_same(while_looped, looped)
+
+
+def test_persistent_cache(platform, tmp_path):
+    """A program that was compiled before comes from the cache."""
+    case = platform.fit(SMALL)
+    arrays = make_inputs(case)
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    hits = []
+
+    def listen(event, **_):
+        if event == "/jax/compilation_cache/cache_hits":
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        first = jax.jit(lambda x: jax_flashattn.prefill(**x))(arrays)
+        assert not hits and any(tmp_path.iterdir())
+        jax.clear_caches()
+        again = jax.jit(lambda x: jax_flashattn.prefill(**x))(arrays)
+        assert hits
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        jax.monitoring.unregister_event_listener(listen)
+    check_same(again, first)
 
 
 def test_donation(platform):

@@ -51,7 +51,7 @@ constexpr BackwardTile backward_tile_sm90(int compiled_head_dim) {
 constexpr BackwardTile kBackwardDkvTile{64, BackwardOrder::kValueFirst, 2};
 
 // The kernel of dQ alone, 128 query rows a block: as many keys a step as registers (S, dP, dS, dQ:
-// up to 192 of 240) and shared memory hold.
+// up to 208 of 240) and shared memory hold.
 struct BackwardDqTile {
   int keys;
   int v_stages;  // buffers of V; K has two

@@ -2,9 +2,9 @@
 // registers of two warpgroups. A block owns 64 keys; the warpgroups share every score and split the
 // head dim:
 //
-//   scores     S^T = K Q^T,   P^T, handed to the other;   dV[:, mine] += P^T dO,  dK[:, mine] +=
-//   dS^T Q gradients  dP^T = V dO^T, dS^T, handed to the other;  dV[:, mine] += P^T dO,  dK[:,
-//   mine] += dS^T Q
+// - scores: S^T = K Q^T and P^T, which it hands over
+// - gradients: dP^T = V dO^T and dS^T, which it hands over
+// - each: dV[:, mine] += P^T dO, dK[:, mine] += dS^T Q
 //
 // What is handed over goes through shared memory fragment by fragment, 16 bytes a thread: the
 // receiver holds the A operand of its products without a shuffle, a swizzle or the async proxy. dQ

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "decode_combine.cuh"
+#include "decode_lean.cuh"
 #include "device.h"
 #include "launch.h"
 
@@ -125,7 +126,7 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, const TileRing<S
     const DecodeTileNotes<Shape> notes = ring.notes(stage);
     const bool more = tile + ahead < walk.end;
 
-    ring.wait_for_oldest();
+    wait_for_oldest(stages);
     __syncwarp();
     TileScores<Shape> scores;
     score_tile<Shape>(scores, ring.keys(stage), query, lane);
@@ -135,13 +136,10 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, const TileRing<S
     if (more) ring.ask_keys(stage, tile + ahead, next);
     cp_async_commit();
 
-    raise_maxima<Shape>(state, scores, to_log2);
-    exponentiate<Shape>(scores, state, to_log2);
     TileWeights<Shape> weights;
-    pack_weights<Shape>(weights, scores);
-    sum_weights<Shape>(state, weights);
+    weigh_tile<Shape>(state, scores, weights, to_log2);
 
-    ring.wait_for_oldest();
+    wait_for_oldest(stages);
     __syncwarp();
     if constexpr (Shape::kByteCache) {
       if (ring.scales_by_page()) {
@@ -178,59 +176,98 @@ __global__ void __launch_bounds__(32 * kDecodeMaxWarps, decode_blocks_per_sm<Sha
   const int length = static_cast<int>(
       load_now_b32(params.seq_lens.data + batch_entry(block.batch, params.seq_lens.batches)));
   const QueryFragments<Shape> query(args, block, smem);
-  BlockMerge<Shape>::open(args, block, smem);
+  const MergeSite<Shape> site = {args, block};
+  const BlockMerge<Shape, MergeSite<Shape>> merge(site, smem);
+  merge.open();
   find_keys(block, args, length);
 
   const TokenMap<Shape> map(params, args.page_size, block.batch, block.keys);
   const TileRing<Shape> ring(
-      params, map, block.kv_head, smem + warp * args.plan.smem.warp_region,
-      smem + args.plan.smem.notes + warp * stages * DecodeTileNotes<Shape>::kBytes, stages, lane);
+      params, map, block.kv_head, smem + args.plan.smem.rings + warp * args.plan.smem.warp_region,
+      smem + args.plan.smem.notes + warp * stages * DecodeTileNotes<Shape>::kBytes, lane);
   const TileWalk walk = TileWalk::of_warp<Shape>(args, block, warp);
   fill_ring<Shape>(ring, walk, stages, lane);
   if constexpr (!Shape::kQueryInRegisters) __syncthreads();
-  BlockMerge<Shape>::wait_until_open(args);
+  merge.wait_until_open();
 
   WarpState<Shape> state;
   const ScoreRule<Shape> rule(args, block, query, ring.scales_by_page(), lane);
   attend<Shape>(state, ring, rule, query, walk, stages, lane);
   if constexpr (Shape::kByteCache)
     if (!ring.scales_by_page()) state.value_scale = params.value_scale.data[block.kv_head];
-  BlockMerge<Shape>(args, block, smem).run(state);
+  merge.run(state);
 }
 
 // ---- Host
+
+inline Status launch_kernel(const char* name, const void* kernel, dim3 grid, const void* args,
+                            const DecodePlan& plan, const Device& device, cudaStream_t stream) {
+  Launch what;
+  what.kernel_name = name;
+  what.kernel = kernel;
+  what.grid = grid;
+  what.threads = 32 * plan.warps;
+  what.shared_memory = plan.smem.total;
+  what.cluster = plan.cluster;
+  void* kernel_args[] = {const_cast<void*>(args)};
+  return launch(what, kernel_args, device, stream);
+}
+
+template <class T, bool ByteCache>
+Status launch_combine(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
+  const Problem& problem = args.params.problem;
+  const int rows = problem.q_len * problem.group();
+  Launch combine;
+  combine.kernel_name = "decode_combine";
+  combine.kernel = reinterpret_cast<const void*>(&decode_combine_kernel<T, ByteCache>);
+  combine.grid = dim3(static_cast<unsigned>(problem.batch) * problem.kv_heads * rows /
+                      combined_rows(args.plan, rows));
+  combine.threads = kCombineThreads;
+  combine.shared_memory = 0;
+  void* kernel_args[] = {const_cast<DecodeArgs*>(&args)};
+  return launch(combine, kernel_args, device, stream);
+}
 
 template <class Shape>
 Status launch_decode_shape(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
   const Problem& problem = args.params.problem;
   const DecodePlan& plan = args.plan;
-  void* kernel_args[] = {const_cast<DecodeArgs*>(&args)};
-
-  Launch attend;
-  attend.kernel_name = "decode";
-  attend.kernel = reinterpret_cast<const void*>(&decode_kernel<Shape>);
   const unsigned sequences = problem.batch * plan.splits + plan.extra_blocks;
-  attend.grid = dim3(sequences * plan.row_blocks, problem.kv_heads);
-  attend.threads = 32 * plan.warps;
-  attend.shared_memory = plan.smem.total;
-  attend.cluster = plan.cluster;
-  if (Status status = launch(attend, kernel_args, device, stream); !status.ok()) return status;
-  if (!plan.combines()) return {};
+  const Status status = launch_kernel(
+      "decode", reinterpret_cast<const void*>(&decode_kernel<Shape>),
+      dim3(sequences * plan.row_blocks, problem.kv_heads), &args, plan, device, stream);
+  if (!status.ok() || !plan.combines()) return status;
+  return launch_combine<typename Shape::Element, Shape::kByteCache>(args, device, stream);
+}
 
-  Launch combine;
-  combine.kernel_name = "decode_combine";
-  combine.kernel = reinterpret_cast<const void*>(
-      &decode_combine_kernel<typename Shape::Element, Shape::kByteCache>);
-  const int rows = problem.q_len * problem.group();
-  combine.grid = dim3(static_cast<unsigned>(problem.batch) * problem.kv_heads * rows /
-                      combined_rows(plan, rows));
-  combine.threads = kCombineThreads;
-  combine.shared_memory = 0;
-  return launch(combine, kernel_args, device, stream);
+template <class Shape, int Warps>
+const void* lean_kernel(int cluster) {
+  return reinterpret_cast<const void*>(cluster == 8   ? &decode_lean_kernel<Shape, Warps, 8>
+                                       : cluster == 4 ? &decode_lean_kernel<Shape, Warps, 4>
+                                       : cluster == 2 ? &decode_lean_kernel<Shape, Warps, 2>
+                                                      : &decode_lean_kernel<Shape, Warps, 1>);
+}
+
+template <class Shape>
+Status launch_decode_lean(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
+  constexpr int kMost = decode_most_warps(Shape::kTileBytes);
+  const Problem& problem = args.params.problem;
+  const DecodePlan& plan = args.plan;
+  const void* kernel = plan.warps == kMost ? lean_kernel<Shape, kMost>(plan.cluster)
+                                           : lean_kernel<Shape, kDecodeFewWarps>(plan.cluster);
+  const unsigned pairs = static_cast<unsigned>(problem.batch) * problem.kv_heads;
+  const dim3 grid(pairs * plan.cluster, plan.splits / plan.cluster);
+  const LeanArgs lean = lean_args(args);
+  const Status status = launch_kernel("decode_lean", kernel, grid, &lean, plan, device, stream);
+  if (!status.ok() || !plan.combines()) return status;
+  return launch_combine<typename Shape::Element, false>(args, device, stream);
 }
 
 template <class T, CacheFormat Format, int HeadDim>
 Status launch_decode_columns(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
+  if constexpr (decode_has_lean(HeadDim) && Format == CacheFormat::k16Bit)
+    if (args.plan.lean)
+      return launch_decode_lean<DecodeShape<T, Format, HeadDim, 1>>(args, device, stream);
   constexpr int kMost = decode_max_column_blocks(HeadDim, Format == CacheFormat::k16Bit ? 2 : 1);
   if constexpr (kMost >= 4)
     if (args.plan.column_blocks == 4)
@@ -264,7 +301,7 @@ Status check_decode(const DecodeParams& params, const DecodePlan& plan, const De
     return fail("an 8-bit cache needs key_scale and value_scale");
   if (plan.combines()) {
     const int64_t needed = plan.partial_slots(problem) * problem.q_len * problem.group() *
-                           (decode_partial_width(problem.value_dim) + 2);
+                           (decode_partial_width(problem.value_dim) + kDecodeStatsFloats);
     if (params.workspace_size < needed)
       return fail("workspace of " + std::to_string(params.workspace_size) + " floats, " +
                   std::to_string(needed) + " are needed");

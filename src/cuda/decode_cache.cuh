@@ -141,6 +141,20 @@ struct DecodeTileNotes {
   __device__ float* value_scales() const { return key_scales() + kScales; }
 };
 
+// Until the oldest of the 2 * stages groups in flight has landed.
+__device__ __forceinline__ void wait_for_oldest(int stages) {
+  switch (stages) {
+    case 1:
+      return cp_async_wait<1>();
+    case 2:
+      return cp_async_wait<3>();
+    case 3:
+      return cp_async_wait<5>();
+    default:
+      return cp_async_wait<7>();
+  }
+}
+
 // The tiles that one warp has asked for and not yet used. Every tile is two groups of cp.async,
 // keys first; a slot is asked for again as soon as its warp has read it, so that no barrier of the
 // block is met before the end.
@@ -148,7 +162,7 @@ template <class Shape>
 class TileRing {
  public:
   __device__ TileRing(const DecodeParams& params, const TokenMap<Shape>& map, int kv_head,
-                      unsigned char* region, unsigned char* notes, int stages, int lane)
+                      unsigned char* region, unsigned char* notes, int lane)
       : params_(params),
         map_(map),
         keys_(params.k, kv_head, params.problem.head_dim, lane),
@@ -156,7 +170,6 @@ class TileRing {
         kv_head_(kv_head),
         region_(shared_address(region)),
         notes_(notes),
-        stages_(stages),
         lane_(lane),
         lane_place_(Shape::place(lane / Shape::kLanesPerRow, lane % Shape::kLanesPerRow)) {}
 
@@ -182,20 +195,6 @@ class TileRing {
       if (map_.table) ask_scales(params_.value_scale, notes(stage).value_scales(), found);
   }
 
-  // Until the oldest of the 2 * stages groups in flight has landed.
-  __device__ void wait_for_oldest() const {
-    switch (stages_) {
-      case 1:
-        return cp_async_wait<1>();
-      case 2:
-        return cp_async_wait<3>();
-      case 3:
-        return cp_async_wait<5>();
-      default:
-        return cp_async_wait<7>();
-    }
-  }
-
  private:
   // The scale of every token of the tile, when pages have their own.
   __device__ void ask_scales(const Table<const float>& table, float* scales,
@@ -213,7 +212,6 @@ class TileRing {
   int kv_head_;
   uint32_t region_;
   unsigned char* notes_;
-  int stages_;
   int lane_;
   uint32_t lane_place_;
 };

@@ -11,23 +11,24 @@ constexpr int kCombineThreads = 256;
 
 // A weighted sum of partial outputs, by the largest maximum among them.
 struct Combined {
-  float max = kNoScore, sum = 0.0f;
+  RowStats stats;
   float4 values = {0.0f, 0.0f, 0.0f, 0.0f};
 
   // Adds Count of them; their loads are all in flight together.
   template <int Count>
-  __device__ void add(const float2 (&stats)[Count], const float4 (&outs)[Count]) {
-    float raised = max;
+  __device__ void add(const RowStats (&parts)[Count], const float4 (&outs)[Count]) {
+    float raised = stats.max;
 #pragma unroll
-    for (int i = 0; i < Count; ++i) raised = fmaxf(raised, stats[i].x);
-    const float scale = exp2_approx(max - raised);
-    max = raised;
-    sum *= scale;
+    for (int i = 0; i < Count; ++i) raised = fmaxf(raised, parts[i].max);
+    const float scale = exp2_approx(stats.max - raised);
+    stats.max = raised;
+    stats.sum *= scale;
+    stats.exact_sum *= scale;
     values = weighted(scale, values);
 #pragma unroll
     for (int i = 0; i < Count; ++i) {
-      const float weight = exp2_approx(stats[i].x - raised);
-      sum = fmaf(weight, stats[i].y, sum);
+      const float weight = exp2_approx(parts[i].max - raised);
+      stats.add(weight, parts[i]);
       values = add_weighted(values, weight, outs[i]);
     }
   }
@@ -45,8 +46,8 @@ __global__ void __launch_bounds__(kCombineThreads)
     decode_combine_kernel(const __grid_constant__ DecodeArgs args) {
   constexpr int kBatch = 4;
   __shared__ float4 group_values[kCombineThreads];
-  __shared__ float2 group_stats[kCombineThreads];
-  const Partials partials(args);
+  __shared__ float4 group_stats[kCombineThreads];
+  const Partials partials = Partials::of(args);
   const int items = partials.width / 4, groups = kCombineThreads / items;
   const int group = threadIdx.x / items, item = threadIdx.x % items;
   const int rows = combined_rows(args.plan, partials.rows);
@@ -61,32 +62,32 @@ __global__ void __launch_bounds__(kCombineThreads)
     Combined mine;
     if (group < groups) {
       for (int first = group; first < slots.splits; first += kBatch * groups) {
-        float2 stats[kBatch];
+        RowStats stats[kBatch];
         float4 outs[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const int split = first + i * groups;
           const int64_t index = partials.index(slots.of_part(split), row);
           const bool exists = split < slots.splits;
-          stats[i] = exists ? __ldcg(partials.stats + index) : make_float2(kNoScore, 0.0f);
+          if (exists) stats[i] = RowStats(__ldcg(partials.stats + index));
           outs[i] =
               exists ? __ldcg(partials.out(index) + item) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
         mine.add(stats, outs);
       }
       group_values[threadIdx.x] = mine.values;
-      if (item == 0) group_stats[group] = make_float2(mine.max, mine.sum);
+      if (item == 0) group_stats[group] = mine.stats.packed();
     }
     __syncthreads();
     if (group == 0) {
       Combined all;
       for (int i = 0; i < groups; ++i) {
-        const float2 stats[1] = {group_stats[i]};
+        const RowStats stats[1] = {RowStats(group_stats[i])};
         const float4 values[1] = {group_values[i * items + item]};
         all.add(stats, values);
       }
       const DecodeRow where(args, batch, kv_head, row);
-      store_item<T, ByteCache>(args.params, where, item, all.values, all.max, all.sum);
+      store_item<T, ByteCache>(output_row<T>(args.params, where), item, all.values, all.stats);
     }
     __syncthreads();
   }

@@ -27,48 +27,83 @@ __device__ __forceinline__ float4 add_weighted(float4 sum, float weight, float4 
                      fmaf(weight, x.w, sum.w));
 }
 
-// Normalises and stores one item of a row whose scores have this maximum and sum of weights; item 0
-// also stores the lse. A row without a key has max kNoScore and sum 0.
-template <class T, bool ByteCache>
-__device__ __forceinline__ void store_item(const DecodeParams& params, const DecodeRow& row,
-                                           int item, float4 values, float max, float sum) {
-  float scale = 1.0f;
-  if (params.sinks) {
-    const float sink =
-        kLog2e *
-        params.sinks
-            .data[batch_entry(row.batch, params.sinks.batches) * params.sinks.width + row.head];
-    const float raised = fmaxf(max, sink);
-    scale = exp2_approx(max - raised);
-    sum = fmaf(sum, scale, exp2_approx(sink - raised));
-    max = raised;
+// What a merge knows of a row beside its accumulators. A row without a key has max kNoScore and
+// sums of 0.
+struct RowStats {
+  float max = kNoScore;
+  float sum = 0.0f;        // of the rounded weights that multiplied V
+  float exact_sum = 0.0f;  // of the weights themselves
+
+  __device__ RowStats() {}
+  __device__ explicit RowStats(float4 x) : max(x.x), sum(x.y), exact_sum(x.z) {}
+  __device__ float4 packed() const { return make_float4(max, sum, exact_sum, 0.0f); }
+
+  // Adds sums that count by `weight`.
+  __device__ void add(float weight, const RowStats& other) {
+    sum = fmaf(weight, other.sum, sum);
+    exact_sum = fmaf(weight, other.exact_sum, exact_sum);
   }
-  scale = sum == 0.0f ? 0.0f : scale * rcp_approx(sum);
-  T* out = static_cast<T*>(params.o.data) + params.o.offset(row.batch, row.token, row.head);
+};
+
+// Where the results of one query row go.
+template <class T>
+struct OutputRow {
+  T* out;
+  float* lse;         // null: not wanted
+  const float* sink;  // null: none
+  int value_dim;
+};
+
+template <class T>
+__device__ __forceinline__ OutputRow<T> output_row(const DecodeParams& params,
+                                                   const DecodeRow& row) {
+  float* lse = static_cast<float*>(params.lse.data);
+  const auto& sinks = params.sinks;
+  return {
+      static_cast<T*>(params.o.data) + params.o.offset(row.batch, row.token, row.head),
+      lse ? lse + params.lse.offset(row.batch, row.token, row.head) : nullptr,
+      sinks ? sinks.data + batch_entry(row.batch, sinks.batches) * sinks.width + row.head : nullptr,
+      params.problem.value_dim};
+}
+
+// Normalises and stores one item of a row; item 0 also stores the lse.
+template <class T, bool ByteCache>
+__device__ __forceinline__ void store_item(const OutputRow<T>& row, int item, float4 values,
+                                           RowStats stats) {
+  float scale = 1.0f;
+  if (row.sink) {
+    const float sink = kLog2e * *row.sink;
+    const float raised = fmaxf(stats.max, sink), weight = exp2_approx(sink - raised);
+    scale = exp2_approx(stats.max - raised);
+    stats.sum = fmaf(stats.sum, scale, weight);
+    stats.exact_sum = fmaf(stats.exact_sum, scale, weight);
+    stats.max = raised;
+  }
+  scale = stats.sum == 0.0f ? 0.0f : scale * rcp_approx(stats.sum);
   const float dims[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int dim =
         StagedDims<ByteCache>::first(item / 8, item % 8) + StagedDims<ByteCache>::step(i);
-    if (dim < params.problem.value_dim) out[dim] = static_cast<T>(dims[i] * scale);
+    if (dim < row.value_dim) row.out[dim] = static_cast<T>(dims[i] * scale);
   }
-  if (item == 0 && params.lse.data)
-    static_cast<float*>(params.lse.data)[params.lse.offset(row.batch, row.token, row.head)] =
-        sum == 0.0f ? -INFINITY : (max + log2_approx(sum)) * kLn2;
+  if (item == 0 && row.lse)
+    *row.lse = stats.sum == 0.0f ? -INFINITY : (stats.max + log2_approx(stats.exact_sum)) * kLn2;
 }
 
-// The partial outputs in the workspace: all rows of a slot, then their (max, sum).
+// The partial outputs in the workspace: all rows of a slot, then their RowStats.
 struct Partials {
   float* outs;
-  float2* stats;
+  float4* stats;
   int width, rows;
 
-  __device__ explicit Partials(const DecodeArgs& args) {
+  static __host__ __device__ Partials of(const DecodeArgs& args) {
     const Problem& problem = args.params.problem;
-    width = decode_partial_width(problem.value_dim);
-    rows = problem.q_len * problem.group();
-    outs = args.params.workspace;
-    stats = reinterpret_cast<float2*>(outs + args.plan.partial_slots(problem) * rows * width);
+    const int width = decode_partial_width(problem.value_dim);
+    const int rows = problem.q_len * problem.group();
+    float* outs = args.params.workspace;
+    const int64_t floats = args.plan.partial_slots(problem) * rows * width;
+    return {outs, reinterpret_cast<float4*>(outs + floats), width, rows};
   }
   // `row` counts all q_len * group rows of the kv head.
   __device__ int64_t index(int64_t slot, int row) const { return slot * rows + row; }
@@ -77,25 +112,66 @@ struct Partials {
   }
 };
 
+// What a merge has to know of its block and its call. The lean kernel has its own
+// (decode_lean.cuh).
 template <class Shape>
+struct MergeSite {
+  const DecodeArgs& args;
+  const DecodeBlock& block;
+
+  __device__ int warps() const { return args.plan.warps; }
+  __device__ int cluster() const { return kHasClusters ? args.plan.cluster : 1; }
+  __device__ int split() const { return block.split; }
+  __device__ bool is_partial() const { return block.splits > 1; }
+  __device__ int rows() const { return block.rows; }
+  __device__ const DecodeSmem& smem() const { return args.plan.smem; }
+  __device__ int warp_region() const { return args.plan.smem.warp_region; }
+  // `row` counts from the block's first.
+  __device__ OutputRow<typename Shape::Element> output(int row) const {
+    return output_row<typename Shape::Element>(
+        args.params, DecodeRow(args, block.batch, block.kv_head, block.first_row + row));
+  }
+  __device__ Partials partials() const { return Partials::of(args); }
+  __device__ int64_t partial_index(const Partials& partials, int row) const {
+    return partials.index(block.partial_slot, block.first_row + row);
+  }
+};
+
+template <class Shape, class Site>
 class BlockMerge {
  public:
-  __device__ BlockMerge(const DecodeArgs& args, const DecodeBlock& block, unsigned char* smem)
-      : args_(args),
-        block_(block),
-        smem_(smem),
-        stats_(reinterpret_cast<float2*>(smem + args.plan.smem.stats)) {}
+  __device__ BlockMerge(const Site& site, unsigned char* smem)
+      : site_(site), smem_(smem), stats_(reinterpret_cast<float4*>(smem + site.smem().stats)) {}
+
+  // Makes the block ready to receive. The cluster barrier is waited for behind the first loads.
+  __device__ void open() const {
+    if (!in_cluster()) return;
+    if constexpr (kHasClusters) {
+      if (threadIdx.x == 0) {
+        mbarrier_init(barrier(), 1);
+        mbarrier_init_fence();
+        mbarrier_expect_tx(
+            barrier(), site_.rows() * (Shape::kHeadDim * 4 + site_.cluster() * kDecodeStatsBytes));
+      }
+      __syncwarp();
+      cluster_arrive_relaxed();
+    }
+  }
+  __device__ void wait_until_open() const {
+    if constexpr (kHasClusters)
+      if (in_cluster()) cluster_wait();
+  }
 
   // Column blocks go one after another through the same staging memory, the rings' own.
-  __device__ void run(const WarpState<Shape>& state) {
+  __device__ void run(const WarpState<Shape>& state) const {
 #pragma unroll
     for (int c = 0; c < Shape::kColumnBlocks; ++c) {
       stage(state, c);
       __syncthreads();
-      const int items = min(kDecodeColumns, block_.rows - c * kDecodeColumns) * kItems;
+      const int items = min(kDecodeColumns, site_.rows() - c * kDecodeColumns) * kItems;
       if (in_cluster()) {
         push(c, items);
-      } else if (block_.splits > 1) {
+      } else if (site_.is_partial()) {
         write_partials(c, items);
       } else {
         write_output(c, items);
@@ -103,26 +179,6 @@ class BlockMerge {
       if (c + 1 < Shape::kColumnBlocks) __syncthreads();
     }
     if (in_cluster()) receive();
-  }
-
-  // Makes the block ready to receive. The cluster barrier is waited for behind the first loads.
-  static __device__ void open(const DecodeArgs& args, const DecodeBlock& block,
-                              unsigned char* smem) {
-    if constexpr (kHasClusters) {
-      if (args.plan.cluster == 1) return;
-      if (threadIdx.x == 0) {
-        const uint32_t barrier = shared_address(smem + args.plan.smem.barrier);
-        mbarrier_init(barrier, 1);
-        mbarrier_init_fence();
-        mbarrier_expect_tx(barrier, block.rows * (Shape::kHeadDim * 4 + args.plan.cluster * 8));
-      }
-      __syncwarp();
-      cluster_arrive_relaxed();
-    }
-  }
-  static __device__ void wait_until_open(const DecodeArgs& args) {
-    if constexpr (kHasClusters)
-      if (args.plan.cluster > 1) cluster_wait();
   }
 
  private:
@@ -133,17 +189,17 @@ class BlockMerge {
   // How much each warp's state counts for one row.
   struct WarpWeights {
     float weight[kDecodeMaxWarps];
-    float max, sum;
+    RowStats stats;
   };
 
-  __device__ bool in_cluster() const { return kHasClusters && args_.plan.cluster > 1; }
-  __device__ int row(int column_block, int item) const {
-    return block_.first_row + column_block * kDecodeColumns + item / kItems;
-  }
+  __device__ bool in_cluster() const { return site_.cluster() > 1; }
+  __device__ int threads() const { return 32 * site_.warps(); }
+  __device__ uint32_t barrier() const { return shared_address(smem_); }
 
   __device__ void stage(const WarpState<Shape>& state, int c) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    auto* region = reinterpret_cast<float*>(smem_ + warp * args_.plan.smem.warp_region);
+    auto* region =
+        reinterpret_cast<float*>(smem_ + site_.smem().rings + warp * site_.warp_region());
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int column = 2 * (lane % 4) + h;
@@ -155,26 +211,25 @@ class BlockMerge {
         if constexpr (Shape::kByteCache) values = weighted(state.value_scale, values);
         *reinterpret_cast<float4*>(staged + 4 * x) = values;
       }
+      const float exact_sum = sum_over_tokens(state.exact_sum[c][h]);
       if (lane < 4)
-        stats_[warp * kDecodeColumns + column] = make_float2(state.max[c][h], state.sum[c][h]);
+        stats_[warp * kDecodeColumns + column] =
+            make_float4(state.max[c][h], state.sum[c][h], exact_sum, 0.0f);
     }
   }
 
   __device__ WarpWeights weigh_warps(int column) const {
     WarpWeights w;
-    w.max = kNoScore;
-    w.sum = 0.0f;
-    float2 stats[kDecodeMaxWarps];
+    RowStats stats[kDecodeMaxWarps];
 #pragma unroll
     for (int i = 0; i < kDecodeMaxWarps; ++i) {
-      stats[i] =
-          i < args_.plan.warps ? stats_[i * kDecodeColumns + column] : make_float2(kNoScore, 0.0f);
-      w.max = fmaxf(w.max, stats[i].x);
+      if (i < site_.warps()) stats[i] = RowStats(stats_[i * kDecodeColumns + column]);
+      w.stats.max = fmaxf(w.stats.max, stats[i].max);
     }
 #pragma unroll
     for (int i = 0; i < kDecodeMaxWarps; ++i) {
-      w.weight[i] = exp2_approx(stats[i].x - w.max);
-      w.sum = fmaf(w.weight[i], stats[i].y, w.sum);
+      w.weight[i] = exp2_approx(stats[i].max - w.stats.max);
+      w.stats.add(w.weight[i], stats[i]);
     }
     return w;
   }
@@ -182,114 +237,109 @@ class BlockMerge {
   __device__ float4 merge_warps(int item, const WarpWeights& w) const {
     const int in_row = item % kItems;
     const auto* staged =
-        smem_ + 4 * (item / kItems * kStagedColumn + in_row % 8 * kStagedRow + in_row / 8 * 4);
+        smem_ + site_.smem().rings +
+        4 * (item / kItems * kStagedColumn + in_row % 8 * kStagedRow + in_row / 8 * 4);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < kDecodeMaxWarps; ++i)
-      if (i < args_.plan.warps)
-        sum = add_weighted(
-            sum, w.weight[i],
-            *reinterpret_cast<const float4*>(staged + i * args_.plan.smem.warp_region));
+      if (i < site_.warps())
+        sum = add_weighted(sum, w.weight[i],
+                           *reinterpret_cast<const float4*>(staged + i * site_.warp_region()));
     return sum;
   }
 
   __device__ void write_output(int c, int items) const {
-    for (int item = threadIdx.x; item < items; item += blockDim.x) {
+    for (int item = threadIdx.x; item < items; item += threads()) {
       const WarpWeights w = weigh_warps(item / kItems);
-      const DecodeRow where(args_, block_.batch, block_.kv_head, row(c, item));
-      store_item<typename Shape::Element, Shape::kByteCache>(args_.params, where, item % kItems,
-                                                             merge_warps(item, w), w.max, w.sum);
+      store_item<typename Shape::Element, Shape::kByteCache>(
+          site_.output(c * kDecodeColumns + item / kItems), item % kItems, merge_warps(item, w),
+          w.stats);
     }
   }
 
   __device__ void write_partials(int c, int items) const {
-    const Partials partials(args_);
-    for (int item = threadIdx.x; item < items; item += blockDim.x) {
+    const Partials partials = site_.partials();
+    for (int item = threadIdx.x; item < items; item += threads()) {
       const WarpWeights w = weigh_warps(item / kItems);
-      const int64_t index = partials.index(block_.partial_slot, row(c, item));
+      const int64_t index = site_.partial_index(partials, c * kDecodeColumns + item / kItems);
       const int in_row = item % kItems;
       if (4 * in_row < partials.width) __stcg(partials.out(index) + in_row, merge_warps(item, w));
-      if (in_row == 0) __stcg(partials.stats + index, make_float2(w.max, w.sum));
+      if (in_row == 0) __stcg(partials.stats + index, w.stats.packed());
     }
   }
 
   // Items are dealt round robin over the blocks of the cluster, counted over all rows of the block.
-  __device__ int slots() const { return block_.rows * kItems / args_.plan.cluster; }
+  __device__ int slots() const { return site_.rows() * kItems / site_.cluster(); }
   __device__ uint32_t received(int from, int slot) const {
-    return shared_address(smem_ + args_.plan.smem.received) + (from * slots() + slot) * 16;
+    return shared_address(smem_ + site_.smem().received) + (from * slots() + slot) * 16;
   }
   __device__ uint32_t received_stats(int from, int row) const {
-    return shared_address(smem_ + args_.plan.smem.received_stats) + (from * block_.rows + row) * 8;
+    return shared_address(smem_ + site_.smem().received_stats) +
+           (from * site_.rows() + row) * kDecodeStatsBytes;
   }
 
   // Sends every block of the cluster its items. All are read before the first is sent.
   __device__ void push(int c, int items) const {
     constexpr int kFewestThreads = 128;
     constexpr int kPasses = divide_up(kDecodeColumns * kItems, kFewestThreads);
-    const int cluster = args_.plan.cluster, shift = __ffs(cluster) - 1;
-    const uint32_t barrier = shared_address(smem_ + args_.plan.smem.barrier);
+    const int cluster = site_.cluster(), shift = __ffs(cluster) - 1;
     float4 values[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const int item = threadIdx.x + i * blockDim.x;
+      const int item = threadIdx.x + i * threads();
       if (item < items) values[i] = merge_warps(item, weigh_warps(item / kItems));
     }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const int item = threadIdx.x + i * blockDim.x;
+      const int item = threadIdx.x + i * threads();
       if (item >= items) break;
       const int owner = item & (cluster - 1);
       const int slot = (c * kDecodeColumns * kItems + item) >> shift;
-      store_async(cluster_address(received(block_.split, slot), owner), values[i],
-                  cluster_address(barrier, owner));
+      store_async(cluster_address(received(site_.split(), slot), owner), values[i],
+                  cluster_address(barrier(), owner));
     }
     // The last threads have the fewest items.
-    const int last = blockDim.x - 1 - threadIdx.x;
+    const int last = threads() - 1 - threadIdx.x;
     const int column = last % kDecodeColumns, owner = last / kDecodeColumns;
-    if (owner < cluster && column * kItems < items) {
-      const WarpWeights w = weigh_warps(column);
-      const int row = c * kDecodeColumns + column;
-      store_async(cluster_address(received_stats(block_.split, row), owner),
-                  make_float2(w.max, w.sum), cluster_address(barrier, owner));
-    }
+    if (owner < cluster && column * kItems < items)
+      store_async(
+          cluster_address(received_stats(site_.split(), c * kDecodeColumns + column), owner),
+          weigh_warps(column).stats.packed(), cluster_address(barrier(), owner));
   }
 
   // Merges and stores this block's items. The block's memory must last until all have arrived: warp
   // 0 waits even without items of its own.
   __device__ void receive() const {
-    const int threads = blockDim.x, thread = threadIdx.x, count = slots();
+    const int thread = threadIdx.x, count = slots();
     if (thread >= 32 && thread >= count) return;
-    mbarrier_wait_cluster(shared_address(smem_ + args_.plan.smem.barrier), 0);
-    for (int slot = thread; slot < count; slot += threads) {
-      const int item = slot * args_.plan.cluster + block_.split, row = item / kItems;
+    mbarrier_wait_cluster(barrier(), 0);
+    for (int slot = thread; slot < count; slot += threads()) {
+      const int item = slot * site_.cluster() + site_.split(), row = item / kItems;
       const auto* stats =
-          reinterpret_cast<const float2*>(smem_ + args_.plan.smem.received_stats) + row;
-      const auto* items = reinterpret_cast<const float4*>(smem_ + args_.plan.smem.received) + slot;
-      float2 from[kDecodeMaxCluster];
-      float max = kNoScore, sum = 0.0f;
+          reinterpret_cast<const float4*>(smem_ + site_.smem().received_stats) + row;
+      const auto* items = reinterpret_cast<const float4*>(smem_ + site_.smem().received) + slot;
+      RowStats from[kDecodeMaxCluster], all;
 #pragma unroll
       for (int i = 0; i < kDecodeMaxCluster; ++i) {
-        from[i] = i < args_.plan.cluster ? stats[i * block_.rows] : make_float2(kNoScore, 0.0f);
-        max = fmaxf(max, from[i].x);
+        if (i < site_.cluster()) from[i] = RowStats(stats[i * site_.rows()]);
+        all.max = fmaxf(all.max, from[i].max);
       }
       float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
       for (int i = 0; i < kDecodeMaxCluster; ++i) {
-        if (i >= args_.plan.cluster) break;
-        const float weight = exp2_approx(from[i].x - max);
-        sum = fmaf(weight, from[i].y, sum);
+        if (i >= site_.cluster()) break;
+        const float weight = exp2_approx(from[i].max - all.max);
+        all.add(weight, from[i]);
         values = add_weighted(values, weight, items[i * count]);
       }
-      const DecodeRow where(args_, block_.batch, block_.kv_head, block_.first_row + row);
-      store_item<typename Shape::Element, Shape::kByteCache>(args_.params, where, item % kItems,
-                                                             values, max, sum);
+      store_item<typename Shape::Element, Shape::kByteCache>(site_.output(row), item % kItems,
+                                                             values, all);
     }
   }
 
-  const DecodeArgs& args_;
-  const DecodeBlock& block_;
+  const Site& site_;
   unsigned char* smem_;
-  float2* stats_;
+  float4* stats_;
 };
 
 }  // namespace flashattn

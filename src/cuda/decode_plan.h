@@ -13,6 +13,7 @@ namespace flashattn {
 
 constexpr int kDecodeColumns = 8;  // query rows of a column block: the n of mma.m16n8k16
 constexpr int kDecodeMaxWarps = 8;
+constexpr int kDecodeFewWarps = 4;
 constexpr int kDecodeMaxStages = 4;
 constexpr int kDecodeMaxCluster = 8;
 
@@ -32,6 +33,14 @@ constexpr bool decode_query_in_registers(int head_dim, int column_blocks) {
   return head_dim * column_blocks <= 256;
 }
 
+// Large tiles leave no room for the rings of many warps.
+constexpr int decode_most_warps(int tile_bytes) {
+  return tile_bytes >= 8192 ? kDecodeFewWarps : kDecodeMaxWarps;
+}
+
+// The lean kernel keeps its query in registers.
+constexpr bool decode_has_lean(int head_dim) { return decode_query_in_registers(head_dim, 1); }
+
 // A warp's accumulators on their way to the merge: head_dim / 8 floats for each of 8 accumulator
 // rows of each of 8 columns. The paddings make the 16-byte stores of a warp, and the loads of 8
 // consecutive rows, meet every bank once.
@@ -43,16 +52,21 @@ constexpr int decode_staged_column(int head_dim) { return 8 * decode_staged_row(
 // Floats of a partial output: whole groups of 32 dims.
 constexpr int decode_partial_width(int value_dim) { return divide_up(value_dim, 32) * 32; }
 
-// Offsets into the dynamic shared memory of a block, in bytes.
+// What a merge knows of a row beside its accumulators: (max, sum, exact sum), padded to 16 bytes.
+constexpr int kDecodeStatsBytes = 16;
+constexpr int kDecodeStatsFloats = kDecodeStatsBytes / 4;
+
+// Offsets into the dynamic shared memory of a block, in bytes; at 0 lies the barrier. Those up to
+// the rings do not depend on warps and stages.
 struct DecodeSmem {
-  int warp_region;     // the ring of each warp, later its staged accumulators
+  int stats;           // of each warp and column of one column block
+  int received_stats;  // cluster: of each block and query row
   int received;        // cluster: this block's share of the accumulators of each block
-  int received_stats;  // cluster: (max, sum) of each block and query row
   int query;           // fragments, when not in registers
   int query_scales;    // 8-bit caches: a float for each query row
-  int stats;           // (max, sum) of each warp and column of one column block
+  int rings;           // one for each warp, later its staged accumulators
+  int warp_region;     // the distance between them
   int notes;           // what a warp remembers of the tiles in its ring: DecodeTileNotes
-  int barrier;
   int total;
 };
 
@@ -62,23 +76,28 @@ constexpr int decode_notes_bytes(int row_bytes, int cache_width) {
   return 16 + (cache_width == 1 ? 2 * 4 * decode_tile_tokens(row_bytes) : 0);
 }
 
+// The ring of a warp, later its staged accumulators, in bytes.
+constexpr int decode_warp_region(int head_dim, int cache_width, int stages) {
+  const int ring = stages * 2 * decode_tile_bytes(head_dim * cache_width);
+  const int staged = kDecodeColumns * decode_staged_column(head_dim) * 4;
+  return divide_up(max_int(ring, staged), 128) * 128;
+}
+
 constexpr DecodeSmem decode_smem(int head_dim, int cache_width, int column_blocks, int warps,
                                  int stages, int cluster) {
   const int rows = column_blocks * kDecodeColumns;
   const int row_bytes = head_dim * cache_width;
-  const int ring = stages * 2 * decode_tile_bytes(row_bytes);
-  const int staged = kDecodeColumns * decode_staged_column(head_dim) * 4;
   DecodeSmem smem = {};
-  smem.warp_region = divide_up(max_int(ring, staged), 128) * 128;
-  smem.received = warps * smem.warp_region;
-  smem.received_stats = smem.received + (cluster > 1 ? rows * head_dim * 4 : 0);
-  smem.query = smem.received_stats + (cluster > 1 ? cluster * rows * 8 : 0);
+  smem.stats = 16;
+  smem.received_stats = smem.stats + kDecodeMaxWarps * kDecodeColumns * kDecodeStatsBytes;
+  smem.received = smem.received_stats + (cluster > 1 ? cluster * rows * kDecodeStatsBytes : 0);
+  smem.query = smem.received + (cluster > 1 ? rows * head_dim * 4 : 0);
   smem.query_scales =
       smem.query + (decode_query_in_registers(head_dim, column_blocks) ? 0 : rows * head_dim * 2);
-  smem.stats = smem.query_scales + (cache_width == 1 ? rows * 4 : 0);
-  smem.notes = smem.stats + warps * kDecodeColumns * 8;
-  smem.barrier = smem.notes + warps * stages * decode_notes_bytes(row_bytes, cache_width);
-  smem.total = smem.barrier + 16;
+  smem.rings = divide_up(smem.query_scales + (cache_width == 1 ? rows * 4 : 0), 128) * 128;
+  smem.warp_region = decode_warp_region(head_dim, cache_width, stages);
+  smem.notes = smem.rings + warps * smem.warp_region;
+  smem.total = smem.notes + warps * stages * decode_notes_bytes(row_bytes, cache_width);
   return smem;
 }
 
@@ -111,6 +130,8 @@ struct DecodePlan {
   int warps = kDecodeMaxWarps;
   int stages = 1;        // tiles of keys, and of values, in a warp's ring
   int extra_blocks = 0;  // ragged: blocks of a kv head and row block beside one for each sequence
+  bool lean = false;     // the small kernel of decode_lean.cuh
+  int eager = 0;         // its tiles of a warp that are fetched before the length is known: 0 or 1
   DecodeSmem smem = {};
   const char* reason = "";
 
@@ -133,7 +154,7 @@ constexpr int64_t decode_workspace(int batch, int q_len, int q_heads, int kv_hea
                                    int num_splits) {
   const int64_t rows = int64_t{batch} * q_len * q_heads;
   const int splits = num_splits > 0 ? num_splits : decode_max_splits(batch, kv_heads);
-  return splits == 1 ? 0 : rows * splits * (decode_partial_width(value_dim) + 2);
+  return splits == 1 ? 0 : rows * splits * (decode_partial_width(value_dim) + kDecodeStatsFloats);
 }
 
 namespace decode_plan_internal {
@@ -194,16 +215,19 @@ constexpr Cut cut_for_partials(const Work& work, int sm_count, int max_splits) {
   return {splits, 1, "partials and a combine kernel"};
 }
 
-// One block for each pair. Where lengths may differ and the call is long enough to pay for a second
-// kernel that mostly finds nothing to do, sequences much longer than the others are cut on the
-// device.
+// One block for each pair. Where lengths may differ, and the call and its longest possible sequence
+// are long enough to pay for a second kernel that mostly finds nothing to do, sequences much longer
+// than the others are cut on the device.
 constexpr Cut cut_none(const DecodeParams& params, const Work& work, const DecodeDevice& device) {
-  constexpr double kWorthwhile = 45;  // microseconds
+  constexpr double kWorthwhile = 45, kLongSequence = 24;  // microseconds
   const Problem& problem = params.problem;
   const int64_t lists = work.pairs / problem.batch;  // kv heads times row blocks
   const int most = decode_max_splits(problem.batch, problem.kv_heads) - 1;
   const int extra = min_int(4 * device.sm_count / lists, int64_t{problem.batch} * most);
-  if (problem.batch == 1 || extra < 2 || stream_time(work, device.sm_count) < kWorthwhile)
+  Work sequence = work;
+  sequence.pairs = 1;
+  if (problem.batch == 1 || extra < 2 || stream_time(work, device.sm_count) < kWorthwhile ||
+      stream_time(sequence, 1) < kLongSequence)
     return {1, 1, "the kv heads fill the GPU: one block each"};
   return {1, 1, "the kv heads fill the GPU: one block each, more for sequences of unusual length",
           extra};
@@ -235,8 +259,8 @@ constexpr void choose_rings(const DecodeParams& params, const Work& work,
   const int tile_bytes = decode_tile_bytes(work.row_bytes);
   const bool shares_sm = work.pairs * plan->splits > device.sm_count;
   // The number of warps is part of the order of summation, so batch_invariant fixes it.
-  const bool few_warps = tile_bytes >= 8192 || (shares_sm && !params.batch_invariant);
-  plan->warps = few_warps ? kDecodeMaxWarps / 2 : kDecodeMaxWarps;
+  plan->warps =
+      shares_sm && !params.batch_invariant ? kDecodeFewWarps : decode_most_warps(tile_bytes);
   const int budget = shares_sm ? 64 << 10 : tile_bytes >= 8192 ? 128 << 10 : 192 << 10;
   // At head dim 64, one stage was the fastest on every shape.
   const int most = work.row_bytes == 128 && width == 2 ? 1 : kDecodeMaxStages;
@@ -250,6 +274,33 @@ constexpr void choose_rings(const DecodeParams& params, const Work& work,
   };
   while (!fits() && plan->stages > 1) --plan->stages;
   while (!fits() && plan->warps > 1) plan->warps /= 2;
+}
+
+// Whether the lean kernel computes this call; decode_lean.cuh says what it leaves out.
+constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int head_dim,
+                       const DecodeDevice& device) {
+  const Problem& problem = params.problem;
+  const int row_bytes = head_dim * byte_width(params.cache_dtype);
+  const bool plain =
+      problem.q_len == 1 && params.scores.softcap == 0.0 && params.scores.window_left == kUnlimited;
+  const bool whole = problem.head_dim == head_dim && problem.value_dim == head_dim &&
+                     byte_width(params.cache_dtype) == 2 &&
+                     (!params.page_table || params.page_size % decode_tile_tokens(row_bytes) == 0);
+  const bool compiled = plan.warps == kDecodeFewWarps || plan.warps == kDecodeMaxWarps;
+  const bool one_block = plan.column_blocks == 1 && plan.row_blocks == 1 && plan.extra_blocks == 0;
+  // Operands have an entry for each sequence, or one for all.
+  const auto indexed = [&](int batches) { return batches == 1 || batches >= problem.batch; };
+  const bool direct = indexed(params.q.batches) && indexed(params.seq_lens.batches) &&
+                      indexed(params.sinks.batches) &&
+                      (params.page_table ? indexed(params.page_table.batches)
+                                         : indexed(params.k.batches) && indexed(params.v.batches));
+  bool small = true;  // strides fit 32 bits
+  for (const int64_t stride :
+       {params.q.head, params.k.seq, params.k.head, params.v.seq, params.v.head, params.o.head,
+        params.lse.head, params.page_table.width})
+    small = small && stride >= 0 && stride < (1 << 30);
+  return device.merges_in_clusters() && decode_has_lean(head_dim) && plain && whole && one_block &&
+         compiled && direct && small;
 }
 
 }  // namespace decode_plan_internal
@@ -280,6 +331,9 @@ constexpr DecodePlan plan_decode(const DecodeParams& params, int head_dim,
   plan.extra_blocks = cut.extra_blocks;
   plan.reason = cut.reason;
   internal::choose_rings(params, work, device, head_dim, &plan);
+  plan.lean = internal::is_lean(params, plan, head_dim, device);
+  // Worth it where a warp has few tiles, and wasted on a sequence that is short.
+  plan.eager = !params.page_table && work.tiles <= 8 * int64_t{plan.splits} * plan.warps;
   return plan;
 }
 

@@ -13,6 +13,20 @@ template <class Shape>
 using ColumnFragments = uint32_t[Shape::kDimBlocks][2];
 
 template <class Shape>
+__device__ __forceinline__ void load_query_row(ColumnFragments<Shape>& fragments,
+                                               const typename Shape::Element* query, int head_dim,
+                                               int lane) {
+  const int dim = (Shape::kByteCache ? 4 : 2) * (lane % 4);
+#pragma unroll
+  for (int j = 0; j < Shape::kDimBlocks; ++j)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int d = 16 * j + dim + half * (Shape::kByteCache ? 2 : 8);
+      fragments[j][half] = d < head_dim ? load_now_b32(query + d) : 0;
+    }
+}
+
+template <class Shape>
 __device__ __forceinline__ void load_query(ColumnFragments<Shape>& fragments,
                                            const DecodeArgs& args, const DecodeBlock& block,
                                            int column_block, int lane) {
@@ -22,14 +36,7 @@ __device__ __forceinline__ void load_query(ColumnFragments<Shape>& fragments,
   const auto* query = static_cast<const typename Shape::Element*>(params.q.data) +
                       batch_entry(block.batch, params.q.batches) * params.q.batch +
                       where.token * params.q.seq + where.head * params.q.head;
-  const int dim = (Shape::kByteCache ? 4 : 2) * (lane % 4);
-#pragma unroll
-  for (int j = 0; j < Shape::kDimBlocks; ++j)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int d = 16 * j + dim + half * (Shape::kByteCache ? 2 : 8);
-      fragments[j][half] = d < params.problem.head_dim ? load_now_b32(query + d) : 0;
-    }
+  load_query_row<Shape>(fragments, query, params.problem.head_dim, lane);
 }
 
 __device__ __forceinline__ float2 as_float2(uint32_t pair, __half) {

@@ -13,9 +13,9 @@ namespace flashattn {
 template <class Shape>
 using TileScores = float[Shape::kColumnBlocks][Shape::kTokenBlocks][4];
 
-template <class Shape>
+template <class Shape, class Query>
 __device__ __forceinline__ void score_tile(TileScores<Shape>& scores, uint32_t keys,
-                                           const QueryFragments<Shape>& query, int lane) {
+                                           const Query& query, int lane) {
   using Product = typename Shape::Product;
   // Two chains of products where one column block would leave the tensor cores waiting for each
   // other.
@@ -84,10 +84,15 @@ __device__ __forceinline__ void mask_scores(TileScores<Shape>& scores, const Dec
     }
 }
 
-// The largest of a value over the lanes with the same columns.
+// The largest, and the sum, of a value over the lanes with the same columns.
 __device__ __forceinline__ float max_over_tokens(float x) {
 #pragma unroll
   for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+  return x;
+}
+__device__ __forceinline__ float sum_over_tokens(float x) {
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
   return x;
 }
 
@@ -96,7 +101,8 @@ __device__ __forceinline__ float max_over_tokens(float x) {
 template <class Shape>
 struct WarpState {
   float out[Shape::kColumnBlocks][Shape::kDimBlocks][4] = {};
-  float sum[Shape::kColumnBlocks][4] = {};  // by a product with ones: rows all alike
+  float sum[Shape::kColumnBlocks][4] = {};  // of rounded weights, by a product: rows all alike
+  float exact_sum[Shape::kColumnBlocks][2] = {};  // of this lane's tokens, before rounding
   float max[Shape::kColumnBlocks][2];
   float value_scale = 0.0f;  // out is in units of it; 8-bit caches with scales by page
 
@@ -137,6 +143,8 @@ __device__ __forceinline__ void raise_maxima(WarpState<Shape>& state,
 #pragma unroll
     for (int i = 0; i < 4; ++i) state.sum[c][i] *= scale[i % 2];
 #pragma unroll
+    for (int h = 0; h < 2; ++h) state.exact_sum[c][h] *= scale[h];
+#pragma unroll
     for (int j = 0; j < Shape::kDimBlocks; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) state.out[c][j][i] *= scale[i % 2];
@@ -173,18 +181,34 @@ __device__ __forceinline__ void pack_weights(TileWeights<Shape>& packed,
             pack<typename Shape::Product>(weights[c][n][2 * i], weights[c][n][2 * i + 1]));
 }
 
-// Sums the rounded weights, the ones that multiply V, so that a constant V comes out exactly.
+// The rounded weights, the ones that multiply V, are what the output is divided by, so that a
+// constant V comes out exactly. The lse wants the exact ones.
 template <class Shape>
 __device__ __forceinline__ void sum_weights(WarpState<Shape>& state,
-                                            const TileWeights<Shape>& packed) {
+                                            const TileWeights<Shape>& packed,
+                                            const TileScores<Shape>& exact) {
   using Product = typename Shape::Product;
   const uint32_t one = pack<Product>(1.0f, 1.0f);
   const uint32_t ones[4] = {one, one, one, one};
 #pragma unroll
   for (int c = 0; c < Shape::kColumnBlocks; ++c)
 #pragma unroll
-    for (int n = 0; n < Shape::kTokenBlocks; ++n)
+    for (int n = 0; n < Shape::kTokenBlocks; ++n) {
       mma_m16n8k16<Product>(state.sum[c], ones, packed[c][n][0], packed[c][n][1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state.exact_sum[c][i % 2] += exact[c][n][i];
+    }
+}
+
+// From scores, of which `to_log2` makes log2 units, to weights: as fragments, and exact in
+// `scores`.
+template <class Shape>
+__device__ __forceinline__ void weigh_tile(WarpState<Shape>& state, TileScores<Shape>& scores,
+                                           TileWeights<Shape>& weights, float to_log2) {
+  raise_maxima<Shape>(state, scores, to_log2);
+  exponentiate<Shape>(scores, state, to_log2);
+  pack_weights<Shape>(weights, scores);
+  sum_weights<Shape>(state, weights, scores);
 }
 
 // Scales by page: weights take the scale of their token, in units of the largest seen so far.

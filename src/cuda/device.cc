@@ -35,18 +35,31 @@ cudaError_t look_up(int ordinal, Device* device) {
   return cudaSuccess;
 }
 
-// The limit is 48 KB until a kernel asks for more, on each device anew.
-Status raise_shared_memory_limit(const Launch& what, const Device& device) {
+// The limit is 48 KB until a kernel asks for more, on each device anew. What L1 would keep of an SM's
+// memory is better used for the shared memory of another block.
+Status configure_shared_memory(const Launch& what, const Device& device) {
   constexpr int kDefaultLimit = 48 * 1024;
-  if (what.shared_memory <= kDefaultLimit) return {};
+  if (what.shared_memory == 0) return {};
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, int> limits;
   const std::lock_guard<std::mutex> lock(mutex);
   int& limit = limits[{what.kernel, device.ordinal}];
+  const auto set = [&](cudaFuncAttribute attribute, int value) -> Status {
+    const cudaError_t error = cudaFuncSetAttribute(what.kernel, attribute, value);
+    if (error == cudaSuccess) return {};
+    return failure(describe(what) + ": shared memory refused", error);
+  };
+  if (limit == 0) {
+    if (Status status = set(cudaFuncAttributePreferredSharedMemoryCarveout,
+                            cudaSharedmemCarveoutMaxShared);
+        !status.ok())
+      return status;
+    limit = kDefaultLimit;
+  }
   if (what.shared_memory <= limit) return {};
-  const cudaError_t error = cudaFuncSetAttribute(
-      what.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, what.shared_memory);
-  if (error != cudaSuccess) return failure(describe(what) + ": shared memory refused", error);
+  if (Status status = set(cudaFuncAttributeMaxDynamicSharedMemorySize, what.shared_memory);
+      !status.ok())
+    return status;
   limit = what.shared_memory;
   return {};
 }
@@ -118,7 +131,7 @@ Status device_facts(int ordinal, Device* device) {
 }
 
 Status launch(const Launch& what, void** args, const Device& device, cudaStream_t stream) {
-  if (Status status = raise_shared_memory_limit(what, device); !status.ok()) return status;
+  if (Status status = configure_shared_memory(what, device); !status.ok()) return status;
   cudaLaunchAttribute attributes[2];
   unsigned count = 0;
   if (what.cluster > 1) {

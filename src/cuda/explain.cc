@@ -46,14 +46,15 @@ Explained explain_decode(const DecodeParams& params, const Device& device) {
   const Choice choice = choose_decode(params, device);
   if (choice.path == Choice::kNone) return {"", choice.reason, ""};
   const int head_dim = compiled_head_dim(
-      HeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));
+      DecodeHeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));
   const DecodePlan plan = plan_decode(
       params, head_dim, {device.sm_count, device.major, device.shared_memory_per_block});
   const std::string merge = plan.cluster > 1    ? ", merged inside a cluster"
                             : plan.combines() ? ", merged by a second kernel"
                                               : "";
+  const std::string kernel = plan.lean ? "lean kernel, " : "";
   return {plan.cluster > 1 ? "decode (sm90 cluster)" : "decode", "",
-          number(plan.splits) + " splits" + merge + ", " + number(plan.warps) + " warps, " +
+          kernel + number(plan.splits) + " splits" + merge + ", " + number(plan.warps) + " warps, " +
               number(plan.stages) + " stages: " + plan.reason};
 }
 

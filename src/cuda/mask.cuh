@@ -316,6 +316,13 @@ struct ScoreBits {
     }
   }
 
+  // Whether this lane's row r sees key i of the tile. By the whole warp: the lanes of a quad hold
+  // different keys.
+  __device__ __forceinline__ bool sees(int r, int i) const {
+    const uint32_t bits = __shfl_sync(~0u, of_block[r / 2], i % 8 / 2, 4);
+    return bits >> bit(i / 8, 2 * (r % 2) + i % 2) & 1;
+  }
+
   template <int N>
   __device__ __forceinline__ void apply(float (&s)[RowBlocks][N][4]) const {
     bool hides = false;
@@ -328,11 +335,16 @@ struct ScoreBits {
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int bit = 8 * (n % 4) + 4 * (e / 2) + 2 * (n / 4) + e % 2;
-          if (!(of_block[m] & (1u << bit))) s[m][n][e] = -INFINITY;
+          if (!(of_block[m] & (1u << bit(n, e)))) s[m][n][e] = -INFINITY;
         }
       }
     }
+  }
+
+ private:
+  // Of element e of the 8 columns n of a 16-row block.
+  static __device__ __forceinline__ int bit(int n, int e) {
+    return 8 * (n % 4) + 4 * (e / 2) + 2 * (n / 4) + e % 2;
   }
 };
 

@@ -27,6 +27,17 @@ __device__ __forceinline__ uint32_t finite_or_zero(uint32_t v) {
   return v & ~((not_finite_halves<T>(v) >> 15) * 0xffffu);
 }
 
+// 0 v + sum for both halves: NaN, and stays so, once a v was not finite.
+template <class T>
+__device__ __forceinline__ uint32_t zero_times_plus(uint32_t v, uint32_t sum) {
+  uint32_t result;
+  if constexpr (std::is_same_v<T, __half>)
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(v), "r"(0), "r"(sum));
+  else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(v), "r"(0), "r"(sum));
+  return result;
+}
+
 // A key that a row must not see has p = 0 there; but 0 times NaN is NaN. So in blocks with keys
 // that not every row sees, these otherwise idle warps look at V before the consumers do. Keys
 // beyond the sequence's length become zeros. Other values that are not finite become zeros as well,
@@ -62,28 +73,55 @@ class PrefillInspector {
   }
 
  private:
+  static constexpr int kPieces = Tile::kKvBytes / 16;
+
   __device__ int thread() const { return threadIdx.x - 32; }
 
   __device__ __forceinline__ void inspect(uint32_t stage, int rows, bool* v_not_finite) {
     mbarrier_wait(shared_address(&shared_.barriers.v_raw[stage]), raw_parity_ >> stage & 1);
     raw_parity_ ^= 1u << stage;
     const uint32_t v_smem = smem_.v(stage);
-#pragma unroll 2
-    for (int byte = thread() * 16; byte < Tile::kKvBytes; byte += kThreads * 16) {
-      const uint4 v = load_shared_16(v_smem + byte);
-      const bool beyond = byte % Tile::kKvChunkBytes >= rows * 128;
-      if (beyond) {
-        store_shared_16(v_smem + byte, uint4{});
-      } else if (any_not_finite<T>(v)) {
-        *v_not_finite = true;
-        store_shared_16(v_smem + byte, {finite_or_zero<T>(v.x), finite_or_zero<T>(v.y),
-                                        finite_or_zero<T>(v.z), finite_or_zero<T>(v.w)});
-      }
+    if (rows < Tile::kBlockKv) clear_rows_from(v_smem, rows);
+    if (own_share_has_not_finite(v_smem)) {
+      *v_not_finite = true;
+      clear_not_finite(v_smem);
     }
     fence_async_proxy();
     __syncwarp();
     named_barrier_sync(kInspectors, kThreads);
     if (thread() == 0) mbarrier_arrive(shared_address(&shared_.barriers.v_full[stage]));
+  }
+
+  // Each thread works on its own 16-byte pieces throughout.
+  __device__ __forceinline__ void clear_rows_from(uint32_t v_smem, int rows) {
+#pragma unroll 1
+    for (int piece = thread(); piece < kPieces; piece += kThreads)
+      if (piece * 16 % Tile::kKvChunkBytes >= rows * 128)
+        store_shared_16(v_smem + piece * 16, uint4{});
+  }
+  __device__ __forceinline__ bool own_share_has_not_finite(uint32_t v_smem) {
+    uint32_t sums[4] = {0, 0, 0, 0};
+    const auto add_piece = [&](int piece) {
+      const uint4 v = load_shared_16(v_smem + piece * 16);
+      sums[0] = zero_times_plus<T>(v.x, sums[0]);
+      sums[1] = zero_times_plus<T>(v.y, sums[1]);
+      sums[2] = zero_times_plus<T>(v.z, sums[2]);
+      sums[3] = zero_times_plus<T>(v.w, sums[3]);
+    };
+    constexpr int kRounds = kPieces / kThreads;
+#pragma unroll 4
+    for (int i = 0; i < kRounds; ++i) add_piece(thread() + i * kThreads);
+    if (thread() < kPieces - kRounds * kThreads) add_piece(thread() + kRounds * kThreads);
+    return any_not_finite<T>({sums[0], sums[1], sums[2], sums[3]});
+  }
+  __device__ __forceinline__ void clear_not_finite(uint32_t v_smem) {
+#pragma unroll 1
+    for (int piece = thread(); piece < kPieces; piece += kThreads) {
+      const uint4 v = load_shared_16(v_smem + piece * 16);
+      if (any_not_finite<T>(v))
+        store_shared_16(v_smem + piece * 16, {finite_or_zero<T>(v.x), finite_or_zero<T>(v.y),
+                                              finite_or_zero<T>(v.z), finite_or_zero<T>(v.w)});
+    }
   }
 
   const PrefillSmem<Tile> smem_;

@@ -12,10 +12,10 @@
 #include <cstdint>
 #include <string>
 
-#include "backward_tile.cuh"
 #include "device.h"
 #include "mask.cuh"
 #include "params.h"
+#include "prefill_sm80_tile.cuh"
 #include "ptx.cuh"
 #include "softmax.cuh"
 #include "tiles_sm80.h"
@@ -28,219 +28,6 @@ struct PrefillArgsSm80 {
   int q_tiles;
 };
 
-template <class T_, int HeadDim>
-struct PrefillSm80 {
-  using T = T_;
-  using Rows = RowTile<HeadDim>;
-  static constexpr PrefillTileSm80 kTile = prefill_tile_sm80(HeadDim);
-  static constexpr int kBlockQ = kTile.block_q, kBlockKv = kPrefillBlockKv;
-  static constexpr int kThreads = 32 * kTile.warps;
-  static constexpr int kWarpRows = kBlockQ / kTile.warps;
-  static constexpr int kRowBlocks = kWarpRows / 16;  // m16 blocks of a warp
-  static constexpr int kKeyBlocks = kBlockKv / 8;    // n8 blocks of the scores
-  static constexpr int kDimBlocks = HeadDim / 8;     // n8 blocks of the output
-  static constexpr int kBufferBytes = kBlockKv * Rows::kRowBytes;
-  static constexpr int kQueryBytes = kBlockQ * Rows::kRowBytes;
-  static_assert(!kTile.q_in_registers || kQueryBytes <= 2 * kBufferBytes,
-                "Q passes through the two buffers that the first K tile does not take");
-
-  using Scores = float[kRowBlocks][kKeyBlocks][4];
-  using Probabilities = uint32_t[kRowBlocks][kKeyBlocks / 2][4];
-  using Output = float[kRowBlocks][kDimBlocks][4];
-};
-
-// Rows [first, first + Count) of a head to shared memory. Rows outside
-// `present` and columns that the tensor lacks arrive as zeros and are not read.
-template <class Kernel, int Count>
-__device__ __forceinline__ void load_rows(uint32_t tile_smem, const typename Kernel::T* head,
-                                          int64_t stride, int columns, int first, Range present) {
-  using Rows = typename Kernel::Rows;
-  constexpr int kChunksAtOnce = Rows::kSegmentBytes / 16;
-  constexpr int kRowsAtOnce = Kernel::kThreads / kChunksAtOnce;
-  static_assert(kRowsAtOnce % 8 == 0 && Count % kRowsAtOnce == 0, "the swizzle must not change");
-  opaque(stride);
-  const int thread = opaque_thread();
-  const int chunk = thread % kChunksAtOnce, row = thread / kChunksAtOnce;
-  const auto* source = head + (int64_t{first} + row) * stride + 8 * chunk;
-  const uint32_t target = tile_smem + Rows::offset(row, chunk);
-  const uint32_t distance = first + row - present.begin;
-  const uint32_t count = max(present.end - present.begin, 0);
-#pragma unroll
-  for (int i = 0; i < Count / kRowsAtOnce; ++i) {
-    const bool is_present = distance + i * kRowsAtOnce < count;
-#pragma unroll
-    for (int c = 0; c < Rows::kChunks; c += kChunksAtOnce) {
-      const bool read = is_present && 8 * (chunk + c) < columns;
-      cp_async_16_zfill(target + i * kRowsAtOnce * Rows::kRowBytes + 16 * c, source + 8 * c,
-                        read ? 16 : 0);
-    }
-    source += kRowsAtOnce * stride;
-  }
-}
-
-// The three buffers of a block rotate backwards: V lies behind K, and what is
-// free behind V. All are offsets from the first.
-template <class Kernel>
-class BufferRing {
- public:
-  __device__ int k() const { return k_; }
-  __device__ int v() const { return k_ == kLast ? 0 : k_ + kSize; }
-  __device__ int free() const { return k_ == 0 ? kLast : k_ - kSize; }
-  // K goes to the free buffer, V to K's.
-  __device__ void rotate() { k_ = free(); }
-
- private:
-  static constexpr int kSize = Kernel::kBufferBytes, kLast = 2 * kSize;
-  int k_ = kLast;
-};
-
-// The A operands of a warp's query rows: kept in registers, or read again at
-// every use.
-template <class Kernel, bool InRegisters = Kernel::kTile.q_in_registers>
-class QueryOperand {
- public:
-  __device__ explicit QueryOperand(uint32_t q_smem) : q_smem_(q_smem) {}
-
-  __device__ __forceinline__ void get(uint32_t (&a)[4], int m, int k, int thread) const {
-    using Rows = typename Kernel::Rows;
-    const uint32_t warp_rows = q_smem_ + thread / 32 * Kernel::kWarpRows * Rows::kRowBytes;
-    ldmatrix_x4(
-        a, Rows::advance(Rows::rows_first(warp_rows, thread % 32), k) + 16 * m * Rows::kRowBytes);
-  }
-
- private:
-  uint32_t q_smem_;
-};
-
-template <class Kernel>
-class QueryOperand<Kernel, true> {
- public:
-  __device__ explicit QueryOperand(uint32_t q_smem) {
-    const QueryOperand<Kernel, false> in_smem(q_smem);
-#pragma unroll
-    for (int m = 0; m < Kernel::kRowBlocks; ++m) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) in_smem.get(q_regs_[m][k], m, k, threadIdx.x);
-    }
-  }
-
-  __device__ __forceinline__ void get(uint32_t (&a)[4], int m, int k, int) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = q_regs_[m][k][i];
-  }
-
- private:
-  static constexpr int kSteps = Kernel::kDimBlocks / 2;
-  uint32_t q_regs_[Kernel::kRowBlocks][kSteps][4];
-};
-
-// s = q k^T.
-template <class Kernel>
-__device__ __forceinline__ void multiply_keys(typename Kernel::Scores& s,
-                                              const QueryOperand<Kernel>& query, uint32_t k_smem,
-                                              int thread) {
-  using Rows = typename Kernel::Rows;
-#pragma unroll
-  for (int i = 0; i < Kernel::kRowBlocks * Kernel::kKeyBlocks * 4; ++i) {
-    s[i / 4 / Kernel::kKeyBlocks][i / 4 % Kernel::kKeyBlocks][i % 4] = 0.0f;
-  }
-  const uint32_t k_lane = Rows::chunks_first(k_smem, thread % 32);
-#pragma unroll
-  for (int k = 0; k < Kernel::kDimBlocks / 2; ++k) {
-    uint32_t q_regs[Kernel::kRowBlocks][4];
-#pragma unroll
-    for (int m = 0; m < Kernel::kRowBlocks; ++m) query.get(q_regs[m], m, k, thread);
-#pragma unroll
-    for (int n = 0; n < Kernel::kKeyBlocks; n += 2) {
-      uint32_t k_regs[4];
-      ldmatrix_x4(k_regs, Rows::advance(k_lane, k) + n * 8 * Rows::kRowBytes);
-#pragma unroll
-      for (int m = 0; m < Kernel::kRowBlocks; ++m) {
-        mma_m16n8k16<typename Kernel::T>(s[m][n], q_regs[m], k_regs[0], k_regs[1]);
-        mma_m16n8k16<typename Kernel::T>(s[m][n + 1], q_regs[m], k_regs[2], k_regs[3]);
-      }
-    }
-  }
-}
-
-// o += p v, in parts of 64 columns; those beyond the value's are left out.
-template <class Kernel>
-__device__ __forceinline__ void accumulate_values(typename Kernel::Output& o,
-                                                  const typename Kernel::Probabilities& p_regs,
-                                                  uint32_t v_smem, int columns, int lane) {
-  using Rows = typename Kernel::Rows;
-  constexpr int kPart = Kernel::kDimBlocks % 8 == 0 ? 8 : Kernel::kDimBlocks;
-  const uint32_t v_lane = Rows::rows_first(v_smem, lane);
-#pragma unroll
-  for (int part = 0; part < Kernel::kDimBlocks; part += kPart) {
-    if (part > 0 && 8 * part >= columns) continue;
-#pragma unroll
-    for (int k = 0; k < Kernel::kKeyBlocks / 2; ++k) {
-#pragma unroll
-      for (int n = part; n < part + kPart; n += 2) {
-        uint32_t v_regs[4];
-        ldmatrix_x4_trans(v_regs, Rows::advance(v_lane, n / 2) + k * 16 * Rows::kRowBytes);
-#pragma unroll
-        for (int m = 0; m < Kernel::kRowBlocks; ++m) {
-          mma_m16n8k16<typename Kernel::T>(o[m][n], p_regs[m][k], v_regs[0], v_regs[1]);
-          mma_m16n8k16<typename Kernel::T>(o[m][n + 1], p_regs[m][k], v_regs[2], v_regs[3]);
-        }
-      }
-    }
-  }
-}
-
-template <class Kernel>
-__device__ __forceinline__ void scale_rows(typename Kernel::Output& o,
-                                           const float (&factor)[2 * Kernel::kRowBlocks]) {
-#pragma unroll
-  for (int m = 0; m < Kernel::kRowBlocks; ++m) {
-#pragma unroll
-    for (int n = 0; n < Kernel::kDimBlocks; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[m][n][e] *= factor[2 * m + e / 2];
-    }
-  }
-}
-
-// The rows of a warp to global memory, through its rows of the staging tile so
-// that 16-byte stores fill whole sectors.
-template <class Kernel>
-__device__ __forceinline__ void store_output(unsigned char* stage,
-                                             const HeadView<typename Kernel::T>& to,
-                                             const typename Kernel::Output& o,
-                                             const RowResult (&results)[2 * Kernel::kRowBlocks],
-                                             int warp_row, int first_row, int capacity, int lane) {
-  using Rows = typename Kernel::Rows;
-#pragma unroll
-  for (int r = 0; r < 2 * Kernel::kRowBlocks; ++r) {
-    const float scale = results[r].output_scale;
-#pragma unroll
-    for (int n = 0; n < Kernel::kDimBlocks; ++n) {
-      const float* pair = &o[r / 2][n][r % 2 * 2];
-      const uint32_t packed =
-          scale == 0.0f ? 0u : pack<typename Kernel::T>(pair[0] * scale, pair[1] * scale);
-      const int offset = Rows::offset(warp_row + 8 * r + lane / 4, n) + 4 * (lane % 4);
-      *reinterpret_cast<uint32_t*>(stage + offset) = packed;
-    }
-  }
-  __syncwarp();
-  constexpr int kChunksAtOnce = Rows::kSegmentBytes / 16;
-  constexpr int kRowsAtOnce = 32 / kChunksAtOnce;
-  const int chunk = lane % kChunksAtOnce;
-#pragma unroll
-  for (int i = lane / kChunksAtOnce; i < Kernel::kWarpRows; i += kRowsAtOnce) {
-    const int64_t row = int64_t{first_row} + i;
-    if (row >= capacity) break;
-#pragma unroll
-    for (int c = chunk; c < Rows::kChunks; c += kChunksAtOnce) {
-      if (8 * c >= to.columns) break;
-      *reinterpret_cast<uint4*>(to.data + row * to.stride + 8 * c) =
-          *reinterpret_cast<const uint4*>(stage + Rows::offset(warp_row + i, c));
-    }
-  }
-}
-
 // What a block works on. It lies in shared memory: the main loop has no
 // registers to spare.
 template <class T>
@@ -252,8 +39,8 @@ struct PrefillBlockSm80 {
   const T *k, *v;
   HeadFeatures features;
   TileFinder finder;
-  int next_tile[8];  // a copy for each warp, so that none waits for another to
-                     // read it
+  Range removed;              // from the first to the last tile that remove_not_finite() changed
+  int tile[8], next_tile[8];  // a copy for each warp, so that none waits for another to read it
 
   // Blocks in order of their index: sections of a few heads, whose K and V the
   // L2 cache holds; within a section the last query rows of all its heads
@@ -271,6 +58,7 @@ struct PrefillBlockSm80 {
     head = batch_head % q_heads;
     first_row = (args.q_tiles - 1 - index / heads) * block_q;
     sequence = Sequence(params, batch);
+    removed = {INT_MAX, 0};
     keys = {0, 0};
     if (first_row < sequence.q_len) {
       keys = sequence.keys_seen_by(first_row, min(first_row + block_q, sequence.q_len) - 1);
@@ -280,6 +68,11 @@ struct PrefillBlockSm80 {
     k = static_cast<const T*>(params.k.data) + params.k.offset(batch, 0, kv_head);
     v = static_cast<const T*>(params.v.data) + params.v.offset(batch, 0, kv_head);
     features.fill(params.features, batch, head);
+  }
+
+  __device__ void note_removed(int tile) {
+    atomicMin(&removed.begin, tile);
+    atomicMax(&removed.end, tile + 1);
   }
 
   // By all warps, after fill().
@@ -311,6 +104,63 @@ __device__ __forceinline__ WarpRows rows_of_warp(const PrefillBlockSm80<typename
                                                  int thread) {
   const int first = block.first_row + thread / 32 * Kernel::kWarpRows;
   return {first, min(first + Kernel::kWarpRows, block.sequence.q_len) - 1};
+}
+
+// Whether some row of the block does not see some key of the tile, as far as can be told without a
+// look at masks and segments.
+template <class Kernel, bool Featured>
+__device__ __forceinline__ bool may_hide_keys(const PrefillBlockSm80<typename Kernel::T>& block,
+                                              int first_key) {
+  if (Featured && (block.features.mask || block.features.key_segments)) return true;
+  const int last_row = min(block.first_row + Kernel::kBlockQ, block.sequence.q_len) - 1;
+  return !block.sequence.all_seen(block.first_row, last_row, first_key,
+                                  first_key + Kernel::kBlockKv - 1);
+}
+
+// Adds what remove_not_finite() took out to just the rows that see it. Rare, so from memory. A tile
+// in between from which nothing was taken adds once more what its product brought already.
+template <class Kernel, bool Featured>
+__device__ __forceinline__ void add_not_finite(typename Kernel::Output& o,
+                                               const PrefillBlockSm80<typename Kernel::T>& block,
+                                               const PrefillParams& params) {
+  constexpr int kRows = 2 * Kernel::kRowBlocks, kBlockKv = Kernel::kBlockKv;
+  const int lane = threadIdx.x % 32;
+  const WarpRows rows = rows_of_warp<Kernel>(block, threadIdx.x);
+  if (!rows.any()) return;
+#pragma unroll 1
+  for (int tile = block.removed.begin; tile < block.removed.end; ++tile) {
+    const FragmentPlace place(rows.first, rows.last, tile * kBlockKv, lane);
+    ScoreBits<Kernel::kRowBlocks> bits;
+    bits.see_all();
+    if constexpr (Featured) {
+      look_at_tile(bits, params, block.features, block.finder.warp_segments[threadIdx.x / 32],
+                   place);
+    }
+#pragma unroll 1
+    for (int i = 0; i < kBlockKv; ++i) {
+      const int key = place.first_key + i;
+      bool sees[kRows], any_sees = false;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        sees[r] = bits.sees(r, i) & block.sequence.sees(place.row(r), key);
+        any_sees |= sees[r];
+      }
+      if (!__any_sync(~0u, any_sees)) continue;
+      const auto* v = block.v + key * params.v.seq + 2 * (lane % 4);
+#pragma unroll
+      for (int n = 0; n < Kernel::kDimBlocks; ++n) {
+        if (8 * n >= params.problem.value_dim) break;
+        const float2 pair =
+            unpack<typename Kernel::T>(__ldg(reinterpret_cast<const uint32_t*>(v + 8 * n)));
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          float* at = &o[r / 2][n][r % 2 * 2];
+          if (sees[r] && !isfinite(pair.x)) at[0] += pair.x;
+          if (sees[r] && !isfinite(pair.y)) at[1] += pair.y;
+        }
+      }
+    }
+  }
 }
 
 template <class T, int HeadDim, bool Featured>
@@ -371,11 +221,16 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
     load_v(buffers + ring.v(), tile);
 
     while (tile < block.finder.end()) {
-      if constexpr (Featured) block.next_tile[opaque_thread() / 32] = find_tile(tile + 1);
+      if constexpr (Featured) {
+        block.tile[opaque_thread() / 32] = tile;
+        block.next_tile[opaque_thread() / 32] = find_tile(tile + 1);
+      }
       const auto next = [&] { return Featured ? block.next_tile[opaque_thread() / 32] : tile + 1; };
-      int first_key = tile * kBlockKv;
-      opaque(first_key);  // else sums with it are kept in registers
-      const int last_key = first_key + kBlockKv - 1;
+      const auto first_key_of_tile = [&] {
+        int first_key = (Featured ? block.tile[opaque_thread() / 32] : tile) * kBlockKv;
+        opaque(first_key);  // else sums with it are kept in registers
+        return first_key;
+      };
 
       cp_async_wait<1>();  // all but V: K, and Q before the first tile
       __syncthreads();     // for all threads; and nobody reads the free buffer any more
@@ -383,8 +238,9 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
 
       const int thread = opaque_thread();
       const WarpRows rows = rows_of_warp<Kernel>(block, thread);
-      const bool in_window =
-          rows.any() && block.sequence.any_seen(rows.first, rows.last, first_key, last_key);
+      const int first_key = first_key_of_tile();
+      const bool in_window = rows.any() && block.sequence.any_seen(rows.first, rows.last, first_key,
+                                                                   first_key + kBlockKv - 1);
       ScoreBits<kRowBlocks> bits;
       if constexpr (Featured) {
         bits.see_nothing();
@@ -403,6 +259,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
           const int thread = opaque_thread();
           multiply_keys<Kernel>(s, query, buffers + ring.k(), thread);
           const WarpRows rows = rows_of_warp<Kernel>(block, thread);
+          const int first_key = first_key_of_tile(), last_key = first_key + kBlockKv - 1;
           const FragmentPlace place(rows.first, rows.last, first_key, thread % 32);
           if constexpr (Featured) {
             shape_scores(s, params, args.scale, block.features, block.sequence.shift, place);
@@ -420,7 +277,11 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
         } while (!done);
 
       cp_async_wait<1>();  // all but the next K: V
-      __syncthreads();     // for all threads; and nobody reads K any more
+      if (may_hide_keys<Kernel, Featured>(block, first_key_of_tile()) &&
+          remove_not_finite<Kernel>(buffers + ring.v())) {
+        block.note_removed(first_key_of_tile() / kBlockKv);
+      }
+      __syncthreads();  // for all threads; and nobody reads K any more
       load_v(buffers + ring.k(), next());
       if (is_visible()) {
         accumulate_values<Kernel>(o, p_regs, buffers + ring.v(), problem.value_dim,
@@ -429,9 +290,11 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
 
       ring.rotate();
       tile = next();
+      if constexpr (Featured) __syncwarp();  // before a lane writes the one after
     }
     cp_async_wait<0>();  // of Q, if there was no tile
     __syncthreads();     // the buffers become the staging tile
+    add_not_finite<Kernel, Featured>(o, block, params);
   }
 
   const int lane = threadIdx.x % 32;

@@ -1,0 +1,353 @@
+// The lean kernel: decode_kernel for the common call, in a third of the code. One new token, one
+// column block, rows of the compiled head dim, every key up to the length visible, tiles inside one
+// page. A short call is mostly cold instructions and cold parameters; both are few here.
+#ifndef FLASHATTN_CUDA_DECODE_LEAN_CUH_
+#define FLASHATTN_CUDA_DECODE_LEAN_CUH_
+
+#include "decode_merge.cuh"
+
+namespace flashattn {
+
+// Only Hopper has a lean kernel: elsewhere there are no clusters, and calls are seldom short.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 10 == 90
+constexpr bool kHasLeanKernel = true;
+#else
+constexpr bool kHasLeanKernel = false;
+#endif
+
+// What the lean kernel reads, in about the order in which it does. Strides are in bytes up to the
+// scale, in elements behind it, and 0 where all sequences share an operand.
+struct LeanArgs {
+  const int32_t* lengths;
+  const char* query;
+  const int32_t* page_table;  // null: contiguous
+  const char* keys;
+  const char* values;
+  int64_t query_sequence;
+  int64_t key_page, value_page;  // contiguous: from sequence to sequence
+  FastDivisor kv_heads;
+  int length_step, table_step;  // in numbers
+  int query_head, key_head, value_head, key_token, value_token;
+  int capacity, group, stages;
+  int eager;  // 1: the first tile is fetched before the length is known
+  FastDivisor page_size;
+  int num_pages;
+  float scale_log2;
+
+  void* out;
+  float* lse;          // null: not wanted
+  const float* sinks;  // null: none
+  int64_t out_sequence, lse_sequence;
+  int out_head, lse_head, sinks_step;
+  float* partial_outs;
+  float4* partial_stats;
+};
+
+// Which (sequence, kv head) and which of its splits a block has. Splits lie along x when they are a
+// cluster, else along y.
+template <class Shape, int Warps, int Cluster>
+struct LeanSite {
+  const LeanArgs& args;
+  int batch, kv_head;
+
+  __device__ explicit LeanSite(const LeanArgs& call) : args(call) {
+    const int pair = blockIdx.x / Cluster;
+    batch = divide(pair, args.kv_heads);
+    kv_head = pair - batch * static_cast<int>(args.kv_heads.divisor);
+  }
+
+  static constexpr __device__ int warps() { return Warps; }
+  static constexpr __device__ int cluster() { return Cluster; }
+  __device__ int split() const { return Cluster > 1 ? blockIdx.x % Cluster : blockIdx.y; }
+  __device__ int splits() const { return Cluster > 1 ? Cluster : gridDim.y; }
+  __device__ bool is_partial() const { return Cluster == 1 && gridDim.y > 1; }
+  __device__ int rows() const { return args.group; }
+  static constexpr __device__ DecodeSmem smem() {
+    return decode_smem(Shape::kHeadDim, Shape::kWidth, 1, Warps, 1, Cluster);
+  }
+  __device__ int warp_region() const {
+    return decode_warp_region(Shape::kHeadDim, Shape::kWidth, args.stages);
+  }
+
+  __device__ int first_head() const { return kv_head * args.group; }
+  __device__ OutputRow<typename Shape::Element> output(int row) const {
+    const int head = first_head() + row;
+    return {
+        static_cast<typename Shape::Element*>(args.out) + batch * args.out_sequence +
+            int64_t{head} * args.out_head,
+        args.lse ? args.lse + batch * args.lse_sequence + int64_t{head} * args.lse_head : nullptr,
+        args.sinks ? args.sinks + int64_t{batch} * args.sinks_step + head : nullptr,
+        Shape::kHeadDim};
+  }
+  __device__ Partials partials() const {
+    return {args.partial_outs, args.partial_stats, Shape::kHeadDim, args.group};
+  }
+  __device__ int64_t partial_index(const Partials& partials, int row) const {
+    const int64_t pair = blockIdx.x;
+    return partials.index(pair * splits() + split(), row);
+  }
+};
+
+template <class Shape>
+struct LeanQuery {
+  ColumnFragments<Shape> column;
+
+  // Columns behind the group repeat its last head; they are never stored.
+  template <class Site>
+  __device__ LeanQuery(const Site& site, int lane) {
+    const LeanArgs& args = site.args;
+    const int head = site.first_head() + min(lane / 4, args.group - 1);
+    const char* row =
+        args.query + site.batch * args.query_sequence + int64_t{head} * args.query_head;
+    load_query_row<Shape>(column, reinterpret_cast<const typename Shape::Element*>(row),
+                          Shape::kHeadDim, lane);
+  }
+  __device__ uint2 get(int, int dim_block, int) const {
+    return make_uint2(column[dim_block][0], column[dim_block][1]);
+  }
+};
+
+// The ring of one warp: as TileRing, for tiles inside one page whose tokens are visible up to a
+// limit.
+template <class Shape>
+class LeanRing {
+ public:
+  template <class Site>
+  __device__ LeanRing(const Site& site, unsigned char* smem, int warp, int lane)
+      : args_(site.args),
+        batch_(site.batch),
+        lane_row_(lane / Shape::kLanesPerRow),
+        ring_(shared_address(smem + site.smem().rings) + warp * site.warp_region()),
+        lane_place_(Shape::place(lane / Shape::kLanesPerRow, lane % Shape::kLanesPerRow)) {
+    const int chunk = lane % Shape::kLanesPerRow * 16;
+    keys_ = args_.keys + int64_t{site.kv_head} * args_.key_head + chunk;
+    values_ = args_.values + int64_t{site.kv_head} * args_.value_head + chunk;
+    if (args_.page_table) table_ = args_.page_table + int64_t{site.batch} * args_.table_step;
+  }
+
+  __device__ uint32_t keys(int stage) const { return ring_ + stage * 2 * Shape::kTileBytes; }
+  __device__ uint32_t values(int stage) const { return keys(stage) + Shape::kTileBytes; }
+
+  // The place of a tile's first token. Waits for nothing but the table: behind the length its
+  // entries are read, as far as the table goes, and not followed.
+  __device__ TokenPlace find(int tile) const {
+    const int token = tile * Shape::kTileTokens;
+    if (!args_.page_table) return {batch_, token};
+    const int index = divide(token, args_.page_size);
+    const int page = token < args_.capacity ? static_cast<int>(load_now_b32(table_ + index)) : -1;
+    return {page, token - index * static_cast<int>(args_.page_size.divisor)};
+  }
+  // How many tokens of a tile there are, of which `left` lie in front of the limit.
+  __device__ int tokens(TokenPlace place, int left) const {
+    const bool absent = args_.page_table && static_cast<unsigned>(place.page) >= args_.num_pages;
+    return absent ? 0 : left;
+  }
+
+  __device__ void ask_keys(int stage, TokenPlace place, int tokens) const {
+    copy(keys(stage), keys_ + place.page * args_.key_page, args_.key_token, place.slot, tokens);
+  }
+  __device__ void ask_values(int stage, TokenPlace place, int tokens) const {
+    copy(values(stage), values_ + place.page * args_.value_page, args_.value_token, place.slot,
+         tokens);
+  }
+
+  // Zeroes the values behind the first `tokens`, which a copy of before the length has read.
+  __device__ void clear_values(int stage, int tokens) const {
+#pragma unroll 1
+    for (int i = 0; i < Shape::kCopies; ++i) {
+      const int row = lane_row_ + i * Shape::kRowsPerCopy;
+      if (row < tokens) continue;
+#pragma unroll
+      for (int piece = 0; piece < Shape::kPieces; ++piece)
+        store_shared_16(values(stage) + Shape::move(lane_place_, i * Shape::kRowsPerCopy,
+                                                    piece * Shape::kLanesPerRow),
+                        make_uint4(0, 0, 0, 0));
+    }
+    __syncwarp();
+  }
+
+ private:
+  // Rows from `tokens` on are not read but become zero: values are multiplied by weights of zero
+  // and must not be NaN.
+  __device__ void copy(uint32_t tile, const char* page, int token_stride, int slot,
+                       int tokens) const {
+    const char* source = page + static_cast<int64_t>(slot + lane_row_) * token_stride;
+    const int64_t step = int64_t{Shape::kRowsPerCopy} * token_stride;
+#pragma unroll
+    for (int i = 0; i < Shape::kCopies; ++i) {
+      const int bytes = lane_row_ + i * Shape::kRowsPerCopy < tokens ? 16 : 0;
+#pragma unroll
+      for (int piece = 0; piece < Shape::kPieces; ++piece)
+        cp_async_16_zfill(
+            tile + Shape::move(lane_place_, i * Shape::kRowsPerCopy, piece * Shape::kLanesPerRow),
+            source + piece * Shape::kLanesPerRow * 16, bytes);
+      source += step;
+    }
+  }
+
+  const LeanArgs& args_;
+  int batch_, lane_row_;
+  uint32_t ring_, lane_place_;
+  const char *keys_, *values_;  // the lane's first chunk of page 0, token 0
+  const int32_t* table_;
+};
+
+// Hides the tokens of a tile behind the first `tokens`.
+template <class Shape>
+__device__ __forceinline__ void hide_tokens(TileScores<Shape>& scores, int tokens, int lane) {
+  if (tokens >= Shape::kTileTokens) return;
+#pragma unroll
+  for (int n = 0; n < Shape::kTokenBlocks; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (16 * n + 8 * (i / 2) + lane / 4 >= tokens) scores[0][n][i] = -INFINITY;
+}
+
+// Starts the copies of one tile: two groups, keys first.
+template <class Shape>
+__device__ __forceinline__ void ask_tile(const LeanRing<Shape>& ring, int stage, TokenPlace place,
+                                         int tokens, bool exists) {
+  if (exists) ring.ask_keys(stage, place, tokens);
+  cp_async_commit();
+  if (exists) ring.ask_values(stage, place, tokens);
+  cp_async_commit();
+}
+
+template <class Shape, int Warps, int Cluster>
+__device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char* smem) {
+  constexpr int kTokens = Shape::kTileTokens;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stages = args.stages;
+  using Site = LeanSite<Shape, Warps, Cluster>;
+  const Site site(args);
+  const int found_length =
+      static_cast<int>(load_now_b32(args.lengths + int64_t{site.batch} * args.length_step));
+  const LeanQuery<Shape> query(site, lane);
+
+  const LeanRing<Shape> ring(site, smem, warp, lane);
+  const int begin = site.split() * site.warps() + warp, step = site.splits() * site.warps();
+  // Lane i looks up the place for stage i.
+  const TokenPlace first_places = ring.find(begin + lane * step);
+  if (args.eager != 0) {
+    const int left = args.capacity - begin * kTokens;
+    ask_tile(ring, 0, ring.find(begin), left, left > 0);
+  }
+  const BlockMerge<Shape, Site> merge(site, smem);
+  merge.open();
+
+  const int length = clamp_length(found_length, args.capacity);
+  const int end = (length + kTokens - 1) / kTokens;
+  uint32_t absent = 0;  // a bit for each stage
+  const auto tokens_of = [&](int tile, int stage) {
+    return absent >> stage & 1 ? 0 : length - tile * kTokens;
+  };
+#pragma unroll 1
+  for (int i = args.eager; i < stages; ++i) {
+    const int tile = begin + i * step;
+    const TokenPlace place = {__shfl_sync(~0u, first_places.page, i),
+                              __shfl_sync(~0u, first_places.slot, i)};
+    const int tokens = ring.tokens(place, length - tile * kTokens);
+    if (tokens == 0) absent |= 1u << i;
+    ask_tile(ring, i, place, tokens, tile < end);
+  }
+  merge.wait_until_open();
+
+  WarpState<Shape> state;
+  const int ahead = stages * step;
+  TokenPlace next = ring.find(begin + ahead);
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = begin; tile < end; tile += step) {
+    const bool more = tile + ahead < end;
+    const int tokens = tokens_of(tile, stage);
+    const int next_tokens = ring.tokens(next, length - (tile + ahead) * kTokens);
+
+    wait_for_oldest(stages);
+    __syncwarp();
+    TileScores<Shape> scores;
+    score_tile<Shape>(scores, ring.keys(stage), query, lane);
+    hide_tokens<Shape>(scores, tokens, lane);
+    __syncwarp();
+    if (more) ring.ask_keys(stage, next, next_tokens);
+    cp_async_commit();
+
+    TileWeights<Shape> weights;
+    weigh_tile<Shape>(state, scores, weights, args.scale_log2);
+
+    wait_for_oldest(stages);
+    __syncwarp();
+    if (tokens < kTokens) ring.clear_values(stage, tokens);
+    accumulate_values<Shape>(state, ring.values(stage), weights, lane);
+    __syncwarp();
+    if (more) ring.ask_values(stage, next, next_tokens);
+    cp_async_commit();
+
+    absent = next_tokens == 0 ? absent | 1u << stage : absent & ~(1u << stage);
+    next = ring.find(tile + ahead + step);
+    stage = stage + 1 == stages ? 0 : stage + 1;
+  }
+  cp_async_wait<0>();
+  __syncwarp();
+  merge.run(state);
+}
+
+template <class Shape, int Warps, int Cluster>
+__global__ void __launch_bounds__(32 * Warps, Shape::kHeadDim <= 128 ? 16 / Warps : 1)
+    decode_lean_kernel(const __grid_constant__ LeanArgs args) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  if constexpr (kHasLeanKernel) decode_lean<Shape, Warps, Cluster>(args, smem);
+}
+
+// ---- Host
+
+// Where sequence b finds an operand with `batches` of them, `stride` apart: b * step.
+constexpr int64_t sequence_step(int batches, int64_t stride) { return batches == 1 ? 0 : stride; }
+
+inline LeanArgs lean_args(const DecodeArgs& call) {
+  const DecodeParams& params = call.params;
+  const int width = byte_width(params.cache_dtype);
+  const auto bytes = [&](int64_t elements) { return static_cast<int>(elements * width); };
+  LeanArgs args = {};
+  args.lengths = params.seq_lens.data;
+  args.query = static_cast<const char*>(params.q.data);
+  args.page_table = params.page_table.data;
+  args.keys = static_cast<const char*>(params.k.data);
+  args.values = static_cast<const char*>(params.v.data);
+  args.query_sequence = sequence_step(params.q.batches, params.q.batch) * width;
+  args.key_page = sequence_step(params.k.batches, params.k.batch) * width;
+  args.value_page = sequence_step(params.v.batches, params.v.batch) * width;
+  args.kv_heads = FastDivisor(params.problem.kv_heads);
+  args.length_step =
+      static_cast<int>(sequence_step(params.seq_lens.batches, params.seq_lens.width));
+  args.table_step =
+      static_cast<int>(sequence_step(params.page_table.batches, params.page_table.width));
+  args.query_head = bytes(params.q.head);
+  args.key_head = bytes(params.k.head);
+  args.value_head = bytes(params.v.head);
+  args.key_token = bytes(params.k.seq);
+  args.value_token = bytes(params.v.seq);
+  args.capacity = params.problem.kv_len;
+  args.group = params.problem.group();
+  args.stages = call.plan.stages;
+  args.eager = call.plan.eager;
+  args.page_size = call.page_size;
+  args.num_pages = params.num_pages;
+  args.scale_log2 = call.scale_log2;
+  args.out = params.o.data;
+  args.lse = static_cast<float*>(params.lse.data);
+  args.sinks = params.sinks.data;
+  args.out_sequence = params.o.batch;
+  args.lse_sequence = params.lse.batch;
+  args.out_head = static_cast<int>(params.o.head);
+  args.lse_head = static_cast<int>(params.lse.head);
+  args.sinks_step = static_cast<int>(sequence_step(params.sinks.batches, params.sinks.width));
+  if (call.plan.combines()) {
+    const Partials partials = Partials::of(call);
+    args.partial_outs = partials.outs;
+    args.partial_stats = partials.stats;
+  }
+  return args;
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_DECODE_LEAN_CUH_
