@@ -77,12 +77,11 @@ def test_gradients(platform, relaxed):
         for options in ({}, dict(attention_fn=attention_fn))
     ]
     variables = layers[0].init(jax.random.key(0), x)
-    theirs, ours = (
-        jax.grad(lambda v, layer=layer: (layer.apply(v, x).astype(jnp.float32) ** 2).sum())(
-            variables
-        )
-        for layer in layers
-    )
+
+    def gradient(layer):
+        return jax.grad(lambda v: (layer.apply(v, x).astype(jnp.float32) ** 2).sum())(variables)
+
+    theirs, ours = map(gradient, layers)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         tolerance = 200 * float(jnp.finfo(x.dtype).eps) * float(jnp.abs(b).max())
         np.testing.assert_allclose(a, b, atol=tolerance)

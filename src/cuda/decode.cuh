@@ -253,8 +253,16 @@ Status launch_decode_lean(const DecodeArgs& args, const Device& device, cudaStre
   constexpr int kMost = decode_most_warps(Shape::kTileBytes);
   const Problem& problem = args.params.problem;
   const DecodePlan& plan = args.plan;
-  const void* kernel = plan.warps == kMost ? lean_kernel<Shape, kMost>(plan.cluster)
-                                           : lean_kernel<Shape, kDecodeFewWarps>(plan.cluster);
+  const void* kernel = nullptr;
+  if (plan.warps == kMost) {
+    kernel = lean_kernel<Shape, kMost>(plan.cluster);
+  } else if constexpr (Shape::kColumnBlocks == 1) {
+    if constexpr (decode_clusters_share_sm(Shape::kRowBytes)) {
+      kernel = lean_kernel<Shape, kDecodeFewWarps>(plan.cluster);
+    } else {
+      kernel = reinterpret_cast<const void*>(&decode_lean_kernel<Shape, kDecodeFewWarps, 1>);
+    }
+  }
   const unsigned pairs = static_cast<unsigned>(problem.batch) * problem.kv_heads;
   const dim3 grid(pairs * plan.cluster, plan.splits / plan.cluster);
   const LeanArgs lean = lean_args(args);
@@ -263,19 +271,23 @@ Status launch_decode_lean(const DecodeArgs& args, const Device& device, cudaStre
   return launch_combine<typename Shape::Element, false>(args, device, stream);
 }
 
+template <class Shape>
+Status launch_decode_blocks(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
+  if constexpr (!Shape::kByteCache && decode_has_lean(Shape::kHeadDim, Shape::kColumnBlocks))
+    if (args.plan.lean) return launch_decode_lean<Shape>(args, device, stream);
+  return launch_decode_shape<Shape>(args, device, stream);
+}
+
 template <class T, CacheFormat Format, int HeadDim>
 Status launch_decode_columns(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
-  if constexpr (decode_has_lean(HeadDim) && Format == CacheFormat::k16Bit)
-    if (args.plan.lean)
-      return launch_decode_lean<DecodeShape<T, Format, HeadDim, 1>>(args, device, stream);
   constexpr int kMost = decode_max_column_blocks(HeadDim, Format == CacheFormat::k16Bit ? 2 : 1);
   if constexpr (kMost >= 4)
     if (args.plan.column_blocks == 4)
       return launch_decode_shape<DecodeShape<T, Format, HeadDim, 4>>(args, device, stream);
   if constexpr (kMost >= 2)
     if (args.plan.column_blocks == 2)
-      return launch_decode_shape<DecodeShape<T, Format, HeadDim, 2>>(args, device, stream);
-  return launch_decode_shape<DecodeShape<T, Format, HeadDim, 1>>(args, device, stream);
+      return launch_decode_blocks<DecodeShape<T, Format, HeadDim, 2>>(args, device, stream);
+  return launch_decode_blocks<DecodeShape<T, Format, HeadDim, 1>>(args, device, stream);
 }
 
 // What would break the kernel rather than only be wrong; make_params checks what users can do.

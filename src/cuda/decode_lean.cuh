@@ -1,6 +1,6 @@
-// The lean kernel: decode_kernel for the common call, in a third of the code. One new token, one
-// column block, rows of the compiled head dim, every key up to the length visible, tiles inside one
-// page. A short call is mostly cold instructions and cold parameters; both are few here.
+// The lean kernel: decode_kernel for the common call, in a third of the code. One new token in one
+// column block, or a few in two; rows of the compiled head dim, no window, tiles inside one page. A
+// short call is mostly cold instructions and cold parameters; both are few here.
 #ifndef FLASHATTN_CUDA_DECODE_LEAN_CUH_
 #define FLASHATTN_CUDA_DECODE_LEAN_CUH_
 
@@ -8,15 +8,15 @@
 
 namespace flashattn {
 
-// Only Hopper has a lean kernel: elsewhere there are no clusters, and calls are seldom short.
+// Only Hopper has a lean kernel: without clusters a short call needs a second kernel anyway.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 10 == 90
 constexpr bool kHasLeanKernel = true;
 #else
 constexpr bool kHasLeanKernel = false;
 #endif
 
-// What the lean kernel reads, in about the order in which it does. Strides are in bytes up to the
-// scale, in elements behind it, and 0 where all sequences share an operand.
+// What the lean kernel reads, in about the order in which it does. Strides of what it loads are in
+// bytes, of what it stores in elements, and 0 where all sequences share an operand.
 struct LeanArgs {
   const int32_t* lengths;
   const char* query;
@@ -28,23 +28,25 @@ struct LeanArgs {
   FastDivisor kv_heads;
   int length_step, table_step;  // in numbers
   int query_head, key_head, value_head, key_token, value_token;
-  int capacity, group, stages;
-  int eager;  // 1: the first tile is fetched before the length is known
+  int capacity, rows, stages;  // rows: of the query, in a kv head
+  int eager;                   // 1: the first tile is fetched before the length is known
   FastDivisor page_size;
   int num_pages;
   float scale_log2;
+  int group, last_token, query_token;  // several new tokens
+  FastDivisor heads_of_token;
 
   void* out;
   float* lse;          // null: not wanted
   const float* sinks;  // null: none
   int64_t out_sequence, lse_sequence;
-  int out_head, lse_head, sinks_step;
+  int out_head, lse_head, sinks_step, out_token, lse_token;
   float* partial_outs;
   float4* partial_stats;
 };
 
 // Which (sequence, kv head) and which of its splits a block has. Splits lie along x when they are a
-// cluster, else along y.
+// cluster, else along y. Query rows are ordered by token, then by head of the group.
 template <class Shape, int Warps, int Cluster>
 struct LeanSite {
   const LeanArgs& args;
@@ -61,26 +63,38 @@ struct LeanSite {
   __device__ int split() const { return Cluster > 1 ? blockIdx.x % Cluster : blockIdx.y; }
   __device__ int splits() const { return Cluster > 1 ? Cluster : gridDim.y; }
   __device__ bool is_partial() const { return Cluster == 1 && gridDim.y > 1; }
-  __device__ int rows() const { return args.group; }
+  __device__ int rows() const { return args.rows; }
   static constexpr __device__ DecodeSmem smem() {
-    return decode_smem(Shape::kHeadDim, Shape::kWidth, 1, Warps, 1, Cluster);
+    return decode_smem(Shape::kHeadDim, Shape::kWidth, Shape::kColumnBlocks, Warps, 1, Cluster);
   }
   __device__ int warp_region() const {
     return decode_warp_region(Shape::kHeadDim, Shape::kWidth, args.stages);
   }
 
-  __device__ int first_head() const { return kv_head * args.group; }
+  // One column block is compiled for one token.
+  static constexpr bool kOneToken = Shape::kColumnBlocks == 1;
+  __device__ int last_token() const { return kOneToken ? 0 : args.last_token; }
+  __device__ int token(int row) const { return kOneToken ? 0 : divide(row, args.heads_of_token); }
+  __device__ int head(int row) const {
+    if constexpr (kOneToken) return kv_head * args.rows + row;
+    return kv_head * args.group + row - token(row) * args.group;
+  }
+  // Columns behind the rows repeat the last one; they are never stored.
+  __device__ int row_of_column(int column) const { return min(column, args.rows - 1); }
+
   __device__ OutputRow<typename Shape::Element> output(int row) const {
-    const int head = first_head() + row;
-    return {
-        static_cast<typename Shape::Element*>(args.out) + batch * args.out_sequence +
-            int64_t{head} * args.out_head,
-        args.lse ? args.lse + batch * args.lse_sequence + int64_t{head} * args.lse_head : nullptr,
-        args.sinks ? args.sinks + int64_t{batch} * args.sinks_step + head : nullptr,
-        Shape::kHeadDim};
+    const int of_head = head(row), of_token = token(row);
+    const int64_t out = batch * args.out_sequence + int64_t{of_token} * args.out_token +
+                        int64_t{of_head} * args.out_head;
+    const int64_t lse = batch * args.lse_sequence + int64_t{of_token} * args.lse_token +
+                        int64_t{of_head} * args.lse_head;
+    return {static_cast<typename Shape::Element*>(args.out) + out,
+            args.lse ? args.lse + lse : nullptr,
+            args.sinks ? args.sinks + int64_t{batch} * args.sinks_step + of_head : nullptr,
+            Shape::kHeadDim};
   }
   __device__ Partials partials() const {
-    return {args.partial_outs, args.partial_stats, Shape::kHeadDim, args.group};
+    return {args.partial_outs, args.partial_stats, Shape::kHeadDim, args.rows};
   }
   __device__ int64_t partial_index(const Partials& partials, int row) const {
     const int64_t pair = blockIdx.x;
@@ -90,20 +104,24 @@ struct LeanSite {
 
 template <class Shape>
 struct LeanQuery {
-  ColumnFragments<Shape> column;
+  ColumnFragments<Shape> columns[Shape::kColumnBlocks];
 
-  // Columns behind the group repeat its last head; they are never stored.
   template <class Site>
   __device__ LeanQuery(const Site& site, int lane) {
     const LeanArgs& args = site.args;
-    const int head = site.first_head() + min(lane / 4, args.group - 1);
-    const char* row =
-        args.query + site.batch * args.query_sequence + int64_t{head} * args.query_head;
-    load_query_row<Shape>(column, reinterpret_cast<const typename Shape::Element*>(row),
-                          Shape::kHeadDim, lane);
+#pragma unroll
+    for (int c = 0; c < Shape::kColumnBlocks; ++c) {
+      const int row = site.row_of_column(c * kDecodeColumns + lane / 4);
+      const char* data =
+          args.query + site.batch * args.query_sequence + int64_t{site.head(row)} * args.query_head;
+      if constexpr (!Site::kOneToken) data += int64_t{site.token(row)} * args.query_token;
+      load_query_row<Shape>(columns[c], reinterpret_cast<const typename Shape::Element*>(data),
+                            Shape::kHeadDim, lane);
+    }
   }
-  __device__ uint2 get(int, int dim_block, int) const {
-    return make_uint2(column[dim_block][0], column[dim_block][1]);
+  __device__ uint2 get(int column_block, int dim_block, int) const {
+    const auto& pair = columns[column_block][dim_block];
+    return make_uint2(pair[0], pair[1]);
   }
 };
 
@@ -192,15 +210,23 @@ class LeanRing {
   const int32_t* table_;
 };
 
-// Hides the tokens of a tile behind the first `tokens`.
-template <class Shape>
-__device__ __forceinline__ void hide_tokens(TileScores<Shape>& scores, int tokens, int lane) {
-  if (tokens >= Shape::kTileTokens) return;
+// Hides the tokens of a tile behind the first `tokens`, and from a row those newer than its own.
+template <class Shape, class Site>
+__device__ __forceinline__ void hide_tokens(TileScores<Shape>& scores, const Site& site, int tokens,
+                                            int lane) {
+  if (tokens >= Shape::kTileTokens + site.last_token()) return;
 #pragma unroll
-  for (int n = 0; n < Shape::kTokenBlocks; ++n)
+  for (int c = 0; c < Shape::kColumnBlocks; ++c)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (16 * n + 8 * (i / 2) + lane / 4 >= tokens) scores[0][n][i] = -INFINITY;
+    for (int h = 0; h < 2; ++h) {
+      const int row = site.row_of_column(c * kDecodeColumns + 2 * (lane % 4) + h);
+      const int visible = tokens - (site.last_token() - site.token(row));
+#pragma unroll
+      for (int n = 0; n < Shape::kTokenBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (16 * n + 8 * i + lane / 4 >= visible) scores[c][n][2 * i + h] = -INFINITY;
+    }
 }
 
 // Starts the copies of one tile: two groups, keys first.
@@ -265,7 +291,7 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     __syncwarp();
     TileScores<Shape> scores;
     score_tile<Shape>(scores, ring.keys(stage), query, lane);
-    hide_tokens<Shape>(scores, tokens, lane);
+    hide_tokens<Shape>(scores, site, tokens, lane);
     __syncwarp();
     if (more) ring.ask_keys(stage, next, next_tokens);
     cp_async_commit();
@@ -291,7 +317,8 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
 }
 
 template <class Shape, int Warps, int Cluster>
-__global__ void __launch_bounds__(32 * Warps, Shape::kHeadDim <= 128 ? 16 / Warps : 1)
+__global__ void __launch_bounds__(32 * Warps,
+                                  Shape::kHeadDim* Shape::kColumnBlocks <= 128 ? 16 / Warps : 1)
     decode_lean_kernel(const __grid_constant__ LeanArgs args) {
   extern __shared__ __align__(1024) unsigned char smem[];
   if constexpr (kHasLeanKernel) decode_lean<Shape, Warps, Cluster>(args, smem);
@@ -327,6 +354,10 @@ inline LeanArgs lean_args(const DecodeArgs& call) {
   args.value_token = bytes(params.v.seq);
   args.capacity = params.problem.kv_len;
   args.group = params.problem.group();
+  args.rows = params.problem.q_len * args.group;
+  args.last_token = params.problem.q_len - 1;
+  args.heads_of_token = call.group;
+  args.query_token = bytes(params.q.seq);
   args.stages = call.plan.stages;
   args.eager = call.plan.eager;
   args.page_size = call.page_size;
@@ -339,6 +370,8 @@ inline LeanArgs lean_args(const DecodeArgs& call) {
   args.lse_sequence = params.lse.batch;
   args.out_head = static_cast<int>(params.o.head);
   args.lse_head = static_cast<int>(params.lse.head);
+  args.out_token = static_cast<int>(params.o.seq);
+  args.lse_token = static_cast<int>(params.lse.seq);
   args.sinks_step = static_cast<int>(sequence_step(params.sinks.batches, params.sinks.width));
   if (call.plan.combines()) {
     const Partials partials = Partials::of(call);

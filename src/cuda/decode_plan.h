@@ -38,8 +38,13 @@ constexpr int decode_most_warps(int tile_bytes) {
   return tile_bytes >= 8192 ? kDecodeFewWarps : kDecodeMaxWarps;
 }
 
-// The lean kernel keeps its query in registers.
-constexpr bool decode_has_lean(int head_dim) { return decode_query_in_registers(head_dim, 1); }
+// Whether two blocks of a cluster launch fit an SM; they have few warps then.
+constexpr bool decode_clusters_share_sm(int row_bytes) { return row_bytes <= 128; }
+
+// Where there is a lean kernel. It keeps its query in registers.
+constexpr bool decode_has_lean(int head_dim, int column_blocks) {
+  return column_blocks <= 2 && decode_query_in_registers(head_dim, column_blocks);
+}
 
 // A warp's accumulators on their way to the merge: head_dim / 8 floats for each of 8 accumulator
 // rows of each of 8 columns. The paddings make the 16-byte stores of a warp, and the loads of 8
@@ -191,8 +196,7 @@ constexpr double combine_time(const Work& work, int splits) {
 }
 
 constexpr Cut cut_for_clusters(const Work& work, int sm_count, int max_splits) {
-  // Two blocks of a small head dim share an SM.
-  const int64_t slots = work.row_bytes <= 128 ? 2 * sm_count : sm_count;
+  const int64_t slots = decode_clusters_share_sm(work.row_bytes) ? 2 * sm_count : sm_count;
   const int by_tiles = power_of_two_below(divide_up(work.tiles, kDecodeMaxWarps));
   const int cluster =
       min_int(min_int(kDecodeMaxCluster, by_tiles), power_of_two_below(slots / work.pairs));
@@ -281,13 +285,18 @@ constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int h
                        const DecodeDevice& device) {
   const Problem& problem = params.problem;
   const int row_bytes = head_dim * byte_width(params.cache_dtype);
-  const bool plain =
-      problem.q_len == 1 && params.scores.softcap == 0.0 && params.scores.window_left == kUnlimited;
+  const bool plain = params.scores.softcap == 0.0 && params.scores.window_left == kUnlimited;
   const bool whole = problem.head_dim == head_dim && problem.value_dim == head_dim &&
                      byte_width(params.cache_dtype) == 2 &&
                      (!params.page_table || params.page_size % decode_tile_tokens(row_bytes) == 0);
-  const bool compiled = plan.warps == kDecodeFewWarps || plan.warps == kDecodeMaxWarps;
-  const bool one_block = plan.column_blocks == 1 && plan.row_blocks == 1 && plan.extra_blocks == 0;
+  const int most_warps = decode_most_warps(decode_tile_bytes(row_bytes));
+  const bool few =
+      plan.warps == kDecodeFewWarps && (plan.cluster == 1 || decode_clusters_share_sm(row_bytes));
+  const bool compiled =
+      decode_has_lean(head_dim, plan.column_blocks) &&
+      (plan.column_blocks == 1 ? problem.q_len == 1 && (plan.warps == most_warps || few)
+                               : plan.warps == most_warps);
+  const bool one_block = plan.row_blocks == 1 && plan.extra_blocks == 0;
   // Operands have an entry for each sequence, or one for all.
   const auto indexed = [&](int batches) { return batches == 1 || batches >= problem.batch; };
   const bool direct = indexed(params.q.batches) && indexed(params.seq_lens.batches) &&
@@ -296,11 +305,10 @@ constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int h
                                          : indexed(params.k.batches) && indexed(params.v.batches));
   bool small = true;  // strides fit 32 bits
   for (const int64_t stride :
-       {params.q.head, params.k.seq, params.k.head, params.v.seq, params.v.head, params.o.head,
-        params.lse.head, params.page_table.width})
+       {params.q.head, params.q.seq, params.o.seq, params.lse.seq, params.k.seq, params.k.head,
+        params.v.seq, params.v.head, params.o.head, params.lse.head, params.page_table.width})
     small = small && stride >= 0 && stride < (1 << 30);
-  return device.merges_in_clusters() && decode_has_lean(head_dim) && plain && whole && one_block &&
-         compiled && direct && small;
+  return device.merges_in_clusters() && compiled && plain && whole && one_block && direct && small;
 }
 
 }  // namespace decode_plan_internal

@@ -16,14 +16,15 @@ class PrefillProducer {
 
   __device__ __forceinline__ void run() {
     int tile = blockIdx.x;
-    while (tile < grid_.tiles) {
-      publish(decode_tile<Tile::kCausal>(params_, grid_, tile, Tile::kBlockKv));
-      tile = load_tile(shared_.work[q_stage_], tile);
+    TileWork work = work_of(tile);
+    while (work.position >= 0) {
+      // The first K goes ahead of the wait for the Q buffer, which may still be on its way out as O.
+      if (work.blocks > 0) load_k(work, block_, work.blocks - 1);
+      publish(work);
+      work = load_tile(shared_.work[q_stage_], tile);
       next_q_buffer();
     }
-    TileWork stop = {};
-    stop.position = -1;
-    publish(stop);
+    publish(work);
 #pragma unroll
     for (int w = 0; w < Tile::kWarpgroups; ++w) mbarrier_arrive(q_full(w));
   }
@@ -47,16 +48,22 @@ class PrefillProducer {
     }
   }
 
-  // Loads all of a tile and returns the next tile. V runs one block behind K, as the products do;
-  // the first warpgroup's Q and the first K go first. `work` is read again from shared memory for
-  // each load: this thread has few registers.
-  __device__ __forceinline__ int load_tile(const TileWork& work, int tile) {
+  __device__ __forceinline__ TileWork work_of(int tile) const {
+    if (tile < grid_.tiles)
+      return decode_tile<Tile::kCausal>(params_, grid_, tile, Tile::kBlockKv);
+    TileWork stop = {};
+    stop.position = -1;
+    return stop;
+  }
+
+  // Loads all of a tile but its first K, and returns the work that follows. V runs one block behind
+  // K, as the products do. `work` is read again from shared memory for each load: this thread has
+  // few registers.
+  __device__ __forceinline__ TileWork load_tile(const TileWork& work, int& tile) {
     int n = work.blocks - 1;
     if (n >= 0) {
-      load_q(work, 0);
-      load_k(work, block_, n);
 #pragma unroll 1
-      for (int w = 1; w < Tile::kWarpgroups; ++w) load_q(work, w);
+      for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(work, w);
 #pragma unroll 1
       for (; n > 0; --n, ++block_) {
         load_k(work, block_ + 1, n - 1);
@@ -66,7 +73,10 @@ class PrefillProducer {
 #pragma unroll
       for (int w = 0; w < Tile::kWarpgroups; ++w) mbarrier_arrive(q_full(w));
     }
-    const int next = next_tile(tile);  // under way while the last V waits for its buffer
+    // What comes next is worked out while the last V waits for its buffer: its divisions take as
+    // long as the softmax of half a block, and nobody waits for them here.
+    tile = next_tile(tile);
+    const TileWork next = work_of(tile);
     if (n >= 0) load_v(work, block_++, 0);
     return next;
   }
