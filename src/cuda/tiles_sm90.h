@@ -46,11 +46,9 @@ struct TileSm90 {
 
 // The first row that fits a call is taken.
 constexpr TileSm90 kPrefillTilesSm90[] = {
-    {64, MaskKind::kCausal, 1024, 2, 128, 2, false, true, true,
+    {64, MaskKind::kCausal, 2048, 2, 128, 2, false, true, true,
      "short causal: 128 rows waste less of the diagonal than 192, and with few blocks a tile a second"
-     " copy of P costs more than it hides (T 512: 250 against 238)"},
-    {64, MaskKind::kCausal, 2048, 2, 128, 2, true, true, true,
-     "short causal: 128 rows waste less of the diagonal than 192 (T 512: 273 against 230)"},
+     " copy of P costs more than it hides (T 512: 256 against 245)"},
     {64, MaskKind::kCausal, kUnlimited, 3, 128, 2, false, true, true,
      "three softmaxes share the SM (T 16384: 613 against 505 with two warpgroups)"},
     {64, MaskKind::kFull, 128, 2, 128, 2, true, true, true, "one tile holds the queries"},
@@ -61,8 +59,8 @@ constexpr TileSm90 kPrefillTilesSm90[] = {
     {96, MaskKind::kCausal, kUnlimited, 3, 96, 2, false, true, true,
      "three warpgroups as at 64; 96 keys are what 160 registers hold"},
     {96, MaskKind::kFull, kUnlimited, 3, 96, 2, false, true, true, "as causal"},
-    {128, MaskKind::kCausal, 1024, 2, 128, 2, false, true, true,
-     "few blocks a tile: a second copy of P costs more than it hides (T 512: 334 against 320)"},
+    {128, MaskKind::kCausal, 2048, 2, 128, 2, false, true, true,
+     "few blocks a tile: a second copy of P costs more than it hides (T 512: 346 against 331)"},
     {128, MaskKind::kCausal, kUnlimited, 2, 128, 2, true, true, true,
      "95 % of the tensor rate; narrower blocks or 64-row tiles lose 15 to 30 % at T 512"},
     {128, MaskKind::kFull, kUnlimited, 2, 128, 2, true, true, true,
