@@ -1,7 +1,7 @@
 """Prints what README.md and pyproject.toml state, so that CI runs just that.
 
-    readme_command.py test         the commands of the README's block marked <!-- test command -->
-    readme_command.py oldest-jax   the lower bound of jax in pyproject.toml
+readme_command.py test         the commands of the README's block marked <!-- test command -->
+readme_command.py oldest-jax   the lower bound of jax in pyproject.toml
 """
 
 import pathlib

@@ -10,4 +10,14 @@ from jax_flashattn._prefill import prefill
 
 __version__ = "0.1.0"
 
-__all__ = ["CUSTOM_CALLS", "Explanation", "KVCache", "decode", "dot_product_attention", "explain", "merge", "prefill", "rotate"]
+__all__ = [
+    "CUSTOM_CALLS",
+    "Explanation",
+    "KVCache",
+    "decode",
+    "dot_product_attention",
+    "explain",
+    "merge",
+    "prefill",
+    "rotate",
+]

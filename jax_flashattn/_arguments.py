@@ -1,4 +1,4 @@
-"""Checks that the public operations share; every error says operation, argument, value and what is allowed."""
+"""Checks that the public operations share. Errors say operation, argument, value, and what is allowed."""
 
 import numbers
 
@@ -67,7 +67,14 @@ def check_window(op: str, window) -> tuple[int, int]:
     sides = (window, window) if window is None or isinstance(window, numbers.Integral) else window
     allowed = "None, an int >= 0, or a pair (left, right) of those"
     if not isinstance(sides, tuple | list) or len(sides) != 2:
-        fail(ValueError, op, "local_window_size", "is malformed", repr(window), f"allowed are {allowed}")
+        fail(
+            ValueError,
+            op,
+            "local_window_size",
+            "is malformed",
+            repr(window),
+            f"allowed are {allowed}",
+        )
     for side in sides:
         if side is not None and (not isinstance(side, numbers.Integral) or side < 0):
             fail(ValueError, op, "local_window_size", "is malformed", repr(window),
@@ -118,7 +125,9 @@ def check_layout_shapes(op: str, layout: str, names, arrays) -> None:
         fail(ValueError, op, names[1], f"has {kv_heads} heads, which does not divide the query's",
              heads, "use query heads % key heads == 0")  # fmt: skip
     if q.shape[3] == 0 or v.shape[3] == 0:
-        fail(ValueError, op, names[0], "has no head dim", q.shape, "the head dim must be at least 1")
+        fail(
+            ValueError, op, names[0], "has no head dim", q.shape, "the head dim must be at least 1"
+        )
 
 
 def fold_batch(x, rank: int):

@@ -26,7 +26,8 @@ def attention(operands: dict, options):
     operands = {name: repeat(x, batch) for name, x in operands.items()}
     heads_first = options.layout == "BNTH"
     q, k, v = (
-        operands[x] if heads_first else operands[x].swapaxes(1, 2) for x in ("query", "key", "value")
+        operands[x] if heads_first else operands[x].swapaxes(1, 2)
+        for x in ("query", "key", "value")
     )
     dtype = q.dtype
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32

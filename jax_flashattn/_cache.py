@@ -76,7 +76,9 @@ class KVCache:
             shape = (tokens, kv_heads) if layout == "BTNH" else (kv_heads, tokens)
             return jnp.zeros((first, *shape, dim), dtype)
 
-        scales = (None if x is None else jnp.asarray(x, jnp.float32) for x in (key_scale, value_scale))
+        scales = (
+            None if x is None else jnp.asarray(x, jnp.float32) for x in (key_scale, value_scale)
+        )
         return cls(
             empty(head_dim), empty(value_dim or head_dim), jnp.zeros((batch,), jnp.int32), page_table,
             *scales, layout,
@@ -121,7 +123,9 @@ class KVCache:
         first, row = self._place(jnp.where(real, position, self.capacity))
         return dataclasses.replace(
             self,
-            keys=self._write(self.keys, _quantize(key, self.keys, self.key_scale, head), first, row),
+            keys=self._write(
+                self.keys, _quantize(key, self.keys, self.key_scale, head), first, row
+            ),
             values=self._write(
                 self.values, _quantize(value, self.values, self.value_scale, head), first, row
             ),

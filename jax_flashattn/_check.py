@@ -148,7 +148,9 @@ def check_model(model: Model, tokens) -> list[dict]:
             "jax_nn_ms": time_theirs and 1e3 * time_theirs, "ok": bool(error <= limit),
         }  # fmt: skip
 
-    shape = f"B{q.shape[0]} T{q.shape[1]} N{model.heads}/{model.kv_heads} H{model.head_dim} {q.dtype}"
+    shape = (
+        f"B{q.shape[0]} T{q.shape[1]} N{model.heads}/{model.kv_heads} H{model.head_dim} {q.dtype}"
+    )
     error = np.abs(out.astype(np.float64) - exact).max()
     rows = [
         row("prefill", shape, explain(prefill, q, k, v).kernel, error, None, seconds(ours, q, k, v),
@@ -177,7 +179,9 @@ def run(args) -> int:
         raise SystemExit("check: --length must be at least 2")
     tokens = read_tokens(args.text, length)
     rows = [row for model in MODELS for row in check_model(model, tokens)]
-    print(f"{jax.devices()[0]}: error is the largest against float64, its limit twice jax.nn's + 1 ulp")
+    print(
+        f"{jax.devices()[0]}: error is the largest against float64, its limit twice jax.nn's + 1 ulp"
+    )
     header = (
         "model", "operation", "shape", "kernel", "error", "limit", "jax.nn's", "decode-prefill", "ms",
         "jax.nn ms", "",

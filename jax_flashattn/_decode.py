@@ -80,7 +80,9 @@ def decode(
         arguments.check_same_dtype(op, names[:2], (q, caches[0]))
     arguments.check_same_dtype(op, names[1:], caches)
     if q.ndim < 4:
-        arguments.fail(ValueError, op, "query", "has the wrong rank", q.shape, f"it must be {layout}")
+        arguments.fail(
+            ValueError, op, "query", "has the wrong rank", q.shape, f"it must be {layout}"
+        )
     batch_shape = q.shape[:-3]
     paged = page_table is not None
     if not paged:

@@ -60,7 +60,9 @@ def explain(op, *operands, platform=None, **options) -> Explanation:
     if platform is None:
         platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
     if platform not in ("cpu", "cuda"):
-        raise ValueError(f"explain: platform is unknown, got {platform!r}; allowed are cpu and cuda")
+        raise ValueError(
+            f"explain: platform is unknown, got {platform!r}; allowed are cpu and cuda"
+        )
     if name == "dot_product_attention":
         everywhere, on_cuda = _reasons(*operands, **options)
         reason = everywhere or (platform == "cuda" and on_cuda) or ""

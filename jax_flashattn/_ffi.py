@@ -31,7 +31,8 @@ _CASTS = {"float64": np.float64, "int32": np.int32, "bool": np.bool_, "string": 
 def _runtime_ffi_api() -> tuple[int, int]:
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (
-        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR")
+        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1])
+        for part in ("MAJOR", "MINOR")
     )
     return major, minor
 

@@ -14,7 +14,9 @@ def cuda_summary() -> str:
 
 
 def run(args) -> int:
-    print(f"jax_flashattn {jax_flashattn.__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}")
+    print(
+        f"jax_flashattn {jax_flashattn.__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    )
     print(f"devices        {', '.join(str(d) for d in jax.devices())}")
     print(f"CPU kernels    {_cpu.instruction_set()}")
     print(f"CUDA kernels   {cuda_summary()}")

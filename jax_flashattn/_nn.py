@@ -88,7 +88,13 @@ def reasons_against(
         return f"the dtypes are {[str(x.dtype) for x in arrays]}", None
     t, n, h = query.shape[-3:]
     s, k = key.shape[-3:-1]
-    if key.shape != value.shape or key.shape[-1] != h or 0 in (t, n, h, s, k) or n % k or 0 in batch:
+    if (
+        key.shape != value.shape
+        or key.shape[-1] != h
+        or 0 in (t, n, h, s, k)
+        or n % k
+        or 0 in batch
+    ):
         return "the shapes do not agree, or are empty", None
     for name, x in (("bias", bias), ("mask", mask)):
         if x is None:

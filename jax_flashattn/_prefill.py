@@ -1,6 +1,5 @@
 """prefill: attention over whole sequences, differentiable in forward and reverse mode."""
 
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -79,7 +78,9 @@ def prefill(
     op = "prefill"
     names = ("query", "key", "value")
     arguments.check_layout(op, layout)
-    arrays = [arguments.check_array(op, n, x) for n, x in zip(names, (query, key, value), strict=True)]
+    arrays = [
+        arguments.check_array(op, n, x) for n, x in zip(names, (query, key, value), strict=True)
+    ]
     arguments.check_same_dtype(op, names, arrays)
     batch_shape = arrays[0].shape[:-3]
     for name, x in zip(names, arrays, strict=True):
@@ -108,9 +109,7 @@ def prefill(
     }
     operands |= lengths
     if debug:
-        arguments.report_lengths(
-            op, lengths, {"query_seq_lengths": t, "key_value_seq_lengths": s}
-        )
+        arguments.report_lengths(op, lengths, {"query_seq_lengths": t, "key_value_seq_lengths": s})
     if alibi_slopes is not None:
         operands["alibi_slopes"] = arguments.check_per_head(op, "alibi_slopes", alibi_slopes, n)
     full = (*batch_shape, n, t, s)
@@ -218,7 +217,7 @@ def check_cuda(op, dtype, head_dims):
     largest = _ffi.cuda().largest_head_dim(op)
     if max(head_dims) > largest:
         arguments.fail(NotImplementedError, op, "query", "has a head dim without a CUDA kernel",
-                       max(head_dims), f"at most {largest}; jax.nn.dot_product_attention takes any")  # fmt: skip
+                       max(head_dims), f"at most {largest}; jax.nn takes any")  # fmt: skip
     if dtype not in (jnp.float16, jnp.bfloat16):
         arguments.fail(NotImplementedError, op, "query", "has a dtype without a CUDA kernel", dtype,
                        "cast to float16 or bfloat16, or use jax.nn.dot_product_attention")  # fmt: skip

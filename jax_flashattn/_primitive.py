@@ -60,7 +60,9 @@ class Operation:
     name: str
     results: Callable
     emit: Callable
-    summed_heads: tuple[str, ...] = ()  # results that sum over query heads, which must then stay whole
+    summed_heads: tuple[
+        str, ...
+    ] = ()  # results that sum over query heads, which must then stay whole
 
     def __post_init__(self):
         outer, inner = Primitive(f"flash_{self.name}"), Primitive(f"flash_{self.name}_local")
@@ -113,7 +115,9 @@ class Operation:
     def _batch(self, operands, dims, *, names, options, partition):
         mapped = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         unbatched = [
-            jax.ShapeDtypeStruct(x.shape[:d] + x.shape[d + 1 :] if d is not None else x.shape, x.dtype)
+            jax.ShapeDtypeStruct(
+                x.shape[:d] + x.shape[d + 1 :] if d is not None else x.shape, x.dtype
+            )
             for x, d in zip(operands, dims, strict=True)
         ]
         batch = options.sizes(names, unbatched)["b"]
@@ -223,8 +227,12 @@ class Operation:
         )
         arrays = [jax.sharding.reshard(x, s) for x, s in zip(arrays, specs, strict=True)]
         outs = tuple(spec(kept, options.axes(n)) for n in self.results(names, arrays, options))
-        local = functools.partial(self.primitive.bind, names=names, options=options, partition=False)
-        return list(jax.shard_map(lambda *xs: tuple(local(*xs)), in_specs=specs, out_specs=outs)(*arrays))
+        local = functools.partial(
+            self.primitive.bind, names=names, options=options, partition=False
+        )
+        return list(
+            jax.shard_map(lambda *xs: tuple(local(*xs)), in_specs=specs, out_specs=outs)(*arrays)
+        )
 
 
 def _varying(x) -> frozenset:

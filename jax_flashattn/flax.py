@@ -1,6 +1,6 @@
 """Attention for flax: `attention_fn` of nnx.MultiHeadAttention and of linen's.
 
-    nnx.MultiHeadAttention(..., attention_fn=jax_flashattn.flax.attention_fn)
+nnx.MultiHeadAttention(..., attention_fn=jax_flashattn.flax.attention_fn)
 """
 
 import jax.numpy as jnp

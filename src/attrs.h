@@ -1,5 +1,6 @@
-// The attributes of every custom call: each struct's fields() is the single list of them. C++ decodes by
-// it, Python reads it through signature() and casts by it, so the two sides cannot drift apart.
+// The attributes of every custom call: each struct's fields() is the single list of them. C++
+// decodes by it, Python reads it through signature() and casts by it, so the two sides cannot drift
+// apart.
 #ifndef FLASHATTN_ATTRS_H_
 #define FLASHATTN_ATTRS_H_
 
@@ -26,10 +27,10 @@ struct CallAttrs {
   int32_t window_left;      // kUnlimited: no limit
 
   static constexpr auto fields() {
-    return std::tuple{Field{"operands", &CallAttrs::operands}, Field{"results", &CallAttrs::results},
-                      Field{"layout", &CallAttrs::layout},     Field{"scale", &CallAttrs::scale},
-                      Field{"softcap", &CallAttrs::softcap},
-                      Field{"window_left", &CallAttrs::window_left}};
+    return std::tuple{
+        Field{"operands", &CallAttrs::operands}, Field{"results", &CallAttrs::results},
+        Field{"layout", &CallAttrs::layout},     Field{"scale", &CallAttrs::scale},
+        Field{"softcap", &CallAttrs::softcap},   Field{"window_left", &CallAttrs::window_left}};
   }
 };
 

@@ -1,4 +1,5 @@
-// What both extension modules tell Python: their custom calls, and the signature those were compiled with.
+// What both extension modules tell Python: their custom calls, and the signature those were
+// compiled with.
 #ifndef FLASHATTN_BINDINGS_H_
 #define FLASHATTN_BINDINGS_H_
 
@@ -62,9 +63,7 @@ inline nb::capsule handler_capsule(XLA_FFI_Handler* handler) {
 }
 
 // The FFI version these handlers were built for; a jaxlib older than it must not load them.
-inline nb::tuple ffi_api_version() {
-  return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-}
+inline nb::tuple ffi_api_version() { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); }
 
 }  // namespace flashattn
 

@@ -1,5 +1,6 @@
-// What every handler needs of XLA's FFI: attributes decoded by name, buffers found by name, errors that
-// say what was wrong. The only header besides make_params.h and the modules that sees an XLA type.
+// What every handler needs of XLA's FFI: attributes decoded by name, buffers found by name, errors
+// that say what was wrong. The only header besides make_params.h and the modules that sees an XLA
+// type.
 #ifndef FLASHATTN_FFI_H_
 #define FLASHATTN_FFI_H_
 
@@ -86,7 +87,8 @@ struct BufferName {
 // The operands or the results of one call, by name.
 class NamedBuffers {
  public:
-  // `names` in the order of the buffers; each must be in `known`, and the required ones must be there.
+  // `names` in the order of the buffers; each must be in `known`, and the required ones must be
+  // there.
   template <class Getter>
   static ffi::ErrorOr<NamedBuffers> bind(const char* op, std::string_view names, size_t count,
                                          const std::vector<BufferName>& known, Getter&& get) {

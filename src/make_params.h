@@ -1,5 +1,5 @@
-// From the FFI's buffers and attributes to the kernels' parameters, with every check that memory safety
-// needs; shared by the CPU and the CUDA module.
+// From the FFI's buffers and attributes to the kernels' parameters, with every check that memory
+// safety needs; shared by the CPU and the CUDA module.
 #ifndef FLASHATTN_MAKE_PARAMS_H_
 #define FLASHATTN_MAKE_PARAMS_H_
 
@@ -15,13 +15,17 @@ namespace flashattn {
 
 // ---- the buffers of each operation: the one list, exported to Python by signature()
 
-inline const std::vector<BufferName> kPrefillOperands = {
-    {"query", true},          {"key", true},
-    {"value", true},          {"query_seq_lengths", false},
-    {"key_value_seq_lengths", false}, {"alibi_slopes", false},
-    {"bias", false},          {"mask", false},
-    {"query_segment_ids", false},     {"key_value_segment_ids", false},
-    {"sinks", false}};
+inline const std::vector<BufferName> kPrefillOperands = {{"query", true},
+                                                         {"key", true},
+                                                         {"value", true},
+                                                         {"query_seq_lengths", false},
+                                                         {"key_value_seq_lengths", false},
+                                                         {"alibi_slopes", false},
+                                                         {"bias", false},
+                                                         {"mask", false},
+                                                         {"query_segment_ids", false},
+                                                         {"key_value_segment_ids", false},
+                                                         {"sinks", false}};
 inline const std::vector<BufferName> kPrefillResults = {
     {"out", true}, {"lse", true}, {"workspace", false}};
 
@@ -30,12 +34,12 @@ inline const std::vector<BufferName> kBackwardOperands = [] {
   for (const char* name : {"out", "lse", "dout", "dlse"}) names.push_back({name, true});
   return names;
 }();
-inline const std::vector<BufferName> kBackwardResults = {
-    {"dquery", true}, {"dkey", true},       {"dvalue", true},
-    {"dsinks", false}, {"dbias", false}, {"workspace", false}};
+inline const std::vector<BufferName> kBackwardResults = {{"dquery", true}, {"dkey", true},
+                                                         {"dvalue", true}, {"dsinks", false},
+                                                         {"dbias", false}, {"workspace", false}};
 
 inline const std::vector<BufferName> kDecodeOperands = {
-    {"query", true},       {"key_cache", true}, {"value_cache", true}, {"seq_lens", true},
+    {"query", true},       {"key_cache", true},  {"value_cache", true},  {"seq_lens", true},
     {"page_table", false}, {"key_scale", false}, {"value_scale", false}, {"sinks", false}};
 inline const std::vector<BufferName> kDecodeResults = kPrefillResults;
 
@@ -114,7 +118,8 @@ Table<const T> table(const NamedBuffers& buffers, const char* name) {
           dims.size() > 1 ? dims[1] : 1};
 }
 
-// An optional operand: when present it must have this dtype and shape (first axis: a dividing batch).
+// An optional operand: when present it must have this dtype and shape (first axis: a dividing
+// batch).
 [[nodiscard]] inline ffi::Error check_table(const NamedBuffers& buffers, const char* name,
                                             DType dtype, int64_t batch,
                                             std::vector<int64_t> shape_after_batch) {
@@ -177,7 +182,8 @@ inline ffi::ErrorOr<Problem> make_problem(const char* op, const Layout& layout,
   }
   for (const auto& dims : {qd, kd, vd}) {
     for (size_t i = 0; i < dims.size(); ++i) {
-      if (dims[i] > std::numeric_limits<int32_t>::max()) problem = "an axis is longer than 2^31 - 1";
+      if (dims[i] > std::numeric_limits<int32_t>::max())
+        problem = "an axis is longer than 2^31 - 1";
     }
   }
   if (!problem.empty()) {
@@ -210,18 +216,17 @@ ffi::ErrorOr<Call> bind_call(const char* op, const Attrs& attrs, ffi::RemainingA
       NamedBuffers::bind(op, attrs.operands, args.size(), operands,
                          [&](size_t i) { return args.template get<ffi::AnyBuffer>(i); });
   if (!bound_operands.has_value()) return ffi::Unexpected(bound_operands.error());
-  auto bound_results =
-      NamedBuffers::bind(op, attrs.results, rets.size(), results,
-                         [&](size_t i) { return rets.template get<ffi::AnyBuffer>(i); });
+  auto bound_results = NamedBuffers::bind(op, attrs.results, rets.size(), results, [&](size_t i) {
+    return rets.template get<ffi::AnyBuffer>(i);
+  });
   if (!bound_results.has_value()) return ffi::Unexpected(bound_results.error());
   return Call{*bound_operands, *bound_results, *layout};
 }
 
-// Everything that shapes the scores, from a prefill's operands; o and lse are left to the caller, since
-// they are results forward and operands backward. The call's batch is that of `out`.
+// Everything that shapes the scores, from a prefill's operands; o and lse are left to the caller,
+// since they are results forward and operands backward. The call's batch is that of `out`.
 inline ffi::ErrorOr<PrefillParams> make_scoring_params(const char* op, const PrefillAttrs& attrs,
-                                                       const Layout& layout,
-                                                       const NamedBuffers& in,
+                                                       const Layout& layout, const NamedBuffers& in,
                                                        const ffi::AnyBuffer& out) {
   auto problem = make_problem(op, layout, in["query"], in["key"], in["value"]);
   if (!problem.has_value()) return ffi::Unexpected(problem.error());
@@ -274,11 +279,11 @@ inline ffi::ErrorOr<PrefillParams> make_scoring_params(const char* op, const Pre
 // out and lse, wherever they are: full batch, and what prefill would write.
 [[nodiscard]] inline ffi::Error bind_outputs(const NamedBuffers& buffers, const Layout& layout,
                                              const Problem& pr, Strided* o, Rows* lse) {
-  ffi::Error e = first_error(
-      {check_buffer(buffers, "out", pr.dtype,
-                    layout.shape(pr.batch, pr.q_len, pr.q_heads, pr.value_dim)),
-       check_buffer(buffers, "lse", row_dtype(pr.dtype),
-                    layout.row_shape(pr.batch, pr.q_len, pr.q_heads))});
+  ffi::Error e =
+      first_error({check_buffer(buffers, "out", pr.dtype,
+                                layout.shape(pr.batch, pr.q_len, pr.q_heads, pr.value_dim)),
+                   check_buffer(buffers, "lse", row_dtype(pr.dtype),
+                                layout.row_shape(pr.batch, pr.q_len, pr.q_heads))});
   if (e.failure()) return e;
   *o = layout.strided(buffers["out"]);
   *lse = layout.rows(buffers["lse"]);
@@ -312,10 +317,8 @@ inline ffi::ErrorOr<BackwardParams> make_backward_params(const BackwardAttrs& at
   const int64_t batch = pr.batch;
   ffi::Error e = first_error(
       {bind_outputs(in, layout, pr, &p.forward.o, &p.forward.lse),
-       check_buffer(in, "dout", pr.dtype,
-                    layout.shape(batch, pr.q_len, pr.q_heads, pr.value_dim)),
-       check_buffer(in, "dlse", row_dtype(pr.dtype),
-                    layout.row_shape(batch, pr.q_len, pr.q_heads)),
+       check_buffer(in, "dout", pr.dtype, layout.shape(batch, pr.q_len, pr.q_heads, pr.value_dim)),
+       check_buffer(in, "dlse", row_dtype(pr.dtype), layout.row_shape(batch, pr.q_len, pr.q_heads)),
        check_buffer(out, "dquery", pr.dtype,
                     layout.shape(batch, pr.q_len, pr.q_heads, pr.head_dim)),
        check_buffer(out, "dkey", pr.dtype,
@@ -361,7 +364,8 @@ inline ffi::ErrorOr<DecodeParams> make_decode_params(const DecodeAttrs& attrs, c
   DecodeParams p{};
   p.problem = *problem;
   Problem& pr = p.problem;
-  if (out["out"].dimensions().size() != 4) return ffi::Unexpected(invalid("decode: out must have rank 4"));
+  if (out["out"].dimensions().size() != 4)
+    return ffi::Unexpected(invalid("decode: out must have rank 4"));
   pr.batch = static_cast<int>(out["out"].dimensions()[0]);
   if (pr.batch == 0) return p;
   const std::optional<DType> cache_dtype = to_dtype(in["key_cache"].element_type());
@@ -374,15 +378,14 @@ inline ffi::ErrorOr<DecodeParams> make_decode_params(const DecodeAttrs& attrs, c
   p.cache_dtype = *cache_dtype;
   const bool paged = in.find("page_table") != nullptr;
   const int64_t page_size = pr.kv_len;  // of a paged cache: the cache's own length axis
-  ffi::Error e = first_error(
-      {check_batches(in, "query", pr.batch),
-       check_buffer(in, "key_cache", p.cache_dtype,
-                    layout.shape(-1, page_size, pr.kv_heads, pr.head_dim)),
-       check_buffer(in, "value_cache", p.cache_dtype,
-                    layout.shape(-1, page_size, pr.kv_heads, pr.value_dim)),
-       check_table(in, "seq_lens", DType::kS32, pr.batch, {}),
-       check_table(in, "page_table", DType::kS32, pr.batch, {-1}),
-       check_table(in, "sinks", DType::kF32, pr.batch, {pr.q_heads})});
+  ffi::Error e = first_error({check_batches(in, "query", pr.batch),
+                              check_buffer(in, "key_cache", p.cache_dtype,
+                                           layout.shape(-1, page_size, pr.kv_heads, pr.head_dim)),
+                              check_buffer(in, "value_cache", p.cache_dtype,
+                                           layout.shape(-1, page_size, pr.kv_heads, pr.value_dim)),
+                              check_table(in, "seq_lens", DType::kS32, pr.batch, {}),
+                              check_table(in, "page_table", DType::kS32, pr.batch, {-1}),
+                              check_table(in, "sinks", DType::kF32, pr.batch, {pr.q_heads})});
   if (e.failure()) return ffi::Unexpected(e);
   p.k = layout.strided(in["key_cache"]);
   p.v = layout.strided(in["value_cache"]);
@@ -399,8 +402,8 @@ inline ffi::ErrorOr<DecodeParams> make_decode_params(const DecodeAttrs& attrs, c
     }
     pr.kv_len = static_cast<int>(capacity);
   } else {
-    e = first_error({check_batches(in, "key_cache", pr.batch),
-                     check_batches(in, "value_cache", pr.batch)});
+    e = first_error(
+        {check_batches(in, "key_cache", pr.batch), check_batches(in, "value_cache", pr.batch)});
     if (e.failure()) return ffi::Unexpected(e);
   }
   for (const char* scale : {"key_scale", "value_scale"}) {
@@ -413,7 +416,8 @@ inline ffi::ErrorOr<DecodeParams> make_decode_params(const DecodeAttrs& attrs, c
     e = check_buffer(in, scale, DType::kF32, {-1, pr.kv_heads});
     const int64_t rows = e.failure() ? 0 : in[scale].dimensions()[0];
     if (!e.failure() && rows != 1 && !(paged && rows == p.num_pages)) {
-      e = invalid(std::string("decode: ") + scale + " must have shape (1, kv heads), or (pages, kv " +
+      e = invalid(std::string("decode: ") + scale +
+                  " must have shape (1, kv heads), or (pages, kv " +
                   "heads) with a paged cache, got " + shape_text(in[scale].dimensions()));
     }
     if (e.failure()) return ffi::Unexpected(e);

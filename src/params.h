@@ -1,5 +1,6 @@
-// What a kernel is asked to do: plain structures that every kernel, CPU and CUDA, takes. No XLA type
-// appears here; make_params.h fills these from FFI buffers and checks all that memory safety needs.
+// What a kernel is asked to do: plain structures that every kernel, CPU and CUDA, takes. No XLA
+// type appears here; make_params.h fills these from FFI buffers and checks all that memory safety
+// needs.
 //
 // Letters as in jax.nn: B batch, T query length, S key length, N query heads, K key/value heads,
 // H head dim of queries and keys, V head dim of values.
@@ -19,8 +20,8 @@ constexpr int min_int(int64_t a, int64_t b) { return static_cast<int>(a < b ? a 
 constexpr int max_int(int64_t a, int64_t b) { return static_cast<int>(a > b ? a : b); }
 
 // A (batch, length, heads, head dim) operand in either layout: the head dim is contiguous, strides
-// count elements. vmap folds mapped axes in front of the batch, so an operand that was not mapped has
-// fewer batches than the call and is read again: entry b of the call reads b % batches.
+// count elements. vmap folds mapped axes in front of the batch, so an operand that was not mapped
+// has fewer batches than the call and is read again: entry b of the call reads b % batches.
 struct Strided {
   void* data = nullptr;
   int batches = 1;
@@ -51,7 +52,8 @@ struct Broadcast {
   }
 };
 
-// A contiguous (batches, width) operand: lengths (width 1), segment ids (width T or S), sinks (N), ...
+// A contiguous (batches, width) operand: lengths (width 1), segment ids (width T or S), sinks (N),
+// ...
 template <class T>
 struct Table {
   T* data = nullptr;
@@ -87,7 +89,8 @@ struct KeyRange {
 constexpr KeyRange visible_keys(const Scores& scores, int i, int q_len, int kv_len) {
   const int64_t center = int64_t{i} + (scores.bottom_right ? kv_len - q_len : 0);
   return {scores.window_left == kUnlimited ? 0 : max_int(0, center - scores.window_left),
-          scores.window_right == kUnlimited ? kv_len : min_int(kv_len, center + scores.window_right + 1)};
+          scores.window_right == kUnlimited ? kv_len
+                                            : min_int(kv_len, center + scores.window_right + 1)};
 }
 
 constexpr int clamp_length(int length, int capacity) {
@@ -97,12 +100,12 @@ constexpr int clamp_length(int length, int capacity) {
 // The score features that need an operand; absent ones are null. They apply after the soft cap, in
 // this order: ALiBi, bias, then the masks. A sink is one more logit a head that has no value.
 struct Features {
-  Table<const float> alibi_slopes;       // (b, N): -slope * |i + shift - j|
-  Broadcast bias;                        // any float dtype
-  Broadcast mask;                        // bool, true: visible
-  Table<const int32_t> query_segments;   // (b, T): a query sees the keys of its own segment
-  Table<const int32_t> key_segments;     // (b, S)
-  Table<const float> sinks;              // (b, N)
+  Table<const float> alibi_slopes;      // (b, N): -slope * |i + shift - j|
+  Broadcast bias;                       // any float dtype
+  Broadcast mask;                       // bool, true: visible
+  Table<const int32_t> query_segments;  // (b, T): a query sees the keys of its own segment
+  Table<const int32_t> key_segments;    // (b, S)
+  Table<const float> sinks;             // (b, N)
 
   constexpr bool any_mask_or_bias() const {
     return alibi_slopes.data || bias.data || mask.data || query_segments.data;
@@ -126,38 +129,41 @@ struct PrefillParams {
   }
 };
 
-// Gradients of one prefill. o, lse, dout and dlse have the call's full batch; so have dq, dk, dv (the
-// caller sums over repeated batches). dq, dk, dv are in the problem's dtype; dbias and dsinks fp32.
+// Gradients of one prefill. o, lse, dout and dlse have the call's full batch; so have dq, dk, dv
+// (the caller sums over repeated batches). dq, dk, dv are in the problem's dtype; dbias and dsinks
+// fp32.
 struct BackwardParams {
   PrefillParams forward;  // q, k, v, o, lse and everything that shapes the scores
   Strided dout, dq, dk, dv;
   Rows dlse;
-  float* dsinks = nullptr;      // (B, N), when the forward call had sinks
-  float* dbias = nullptr;       // (B, N, T, S), when its gradient is asked for
+  float* dsinks = nullptr;  // (B, N), when the forward call had sinks
+  float* dbias = nullptr;   // (B, N, T, S), when its gradient is asked for
   bool deterministic = false;
-  float* workspace = nullptr;   // CUDA: uninitialised; backward_workspace() says how much
-  int64_t workspace_size = 0;   // in floats
+  float* workspace = nullptr;  // CUDA: uninitialised; backward_workspace() says how much
+  int64_t workspace_size = 0;  // in floats
 };
 
 // One or a few new tokens a sequence over a KV cache. The T queries are the last T positions of the
 // sequence, causal among themselves: query i sees keys j <= length - T + i.
 struct DecodeParams {
-  Problem problem;        // kv_len: a sequence's capacity (paged: max_pages * page_size)
-  Scores scores;          // bottom right, window_right 0
+  Problem problem;  // kv_len: a sequence's capacity (paged: max_pages * page_size)
+  Scores scores;    // bottom right, window_right 0
   DType cache_dtype;
   Strided q, o;
-  Strided k, v;           // paged: `batch` is the stride of a page, `seq` of a token inside it
+  Strided k, v;  // paged: `batch` is the stride of a page, `seq` of a token inside it
   Rows lse;
-  Table<const int32_t> seq_lens;    // (b, 1), clamped on read to [0, kv_len]
-  Table<const int32_t> page_table;  // (b, max_pages), null: contiguous. Ids outside [0, num_pages): no keys
+  Table<const int32_t> seq_lens;  // (b, 1), clamped on read to [0, kv_len]
+  Table<const int32_t>
+      page_table;  // (b, max_pages), null: contiguous. Ids outside [0, num_pages): no keys
   int page_size = 0, num_pages = 0;
-  // Dequantisation of 8-bit caches, null otherwise: (1, K), or (num_pages, K) when scales go by page.
+  // Dequantisation of 8-bit caches, null otherwise: (1, K), or (num_pages, K) when scales go by
+  // page.
   Table<const float> key_scale, value_scale;
-  Table<const float> sinks;         // (b, N)
-  int num_splits = 0;               // 0: chosen at launch
+  Table<const float> sinks;  // (b, N)
+  int num_splits = 0;        // 0: chosen at launch
   bool batch_invariant = false;
-  float* workspace = nullptr;       // CUDA: uninitialised; decode_workspace() says how much
-  int64_t workspace_size = 0;       // in floats
+  float* workspace = nullptr;  // CUDA: uninitialised; decode_workspace() says how much
+  int64_t workspace_size = 0;  // in floats
 
   constexpr int length(int b) const { return clamp_length(*seq_lens.row(b), problem.kv_len); }
 };

@@ -149,7 +149,10 @@ def test_masks_that_hide_everything_or_nothing(platform):
     case = platform.fit(BASE.replace(mask="__TS"))
     arrays = make_inputs(case, poison=False)
     arrays["mask"][...] = True
-    plain = prefill(case, {n: x for n, x in arrays.items() if n != "mask"})
+    # A window that hides nothing keeps both calls on the same kernel where there are several.
+    plain = prefill(
+        case.replace(window=(1000, 0)), {n: x for n, x in arrays.items() if n != "mask"}
+    )
     for a, b in zip(prefill(case, arrays), plain, strict=True):
         check_same(a, b)
     arrays["mask"][...] = False

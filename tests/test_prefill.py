@@ -243,7 +243,8 @@ def test_skipped_tiles_change_no_bit(platform):
     """Causal by loop bounds, and causal by a mask over every tile, are the same numbers."""
     case = platform.fit(Case(q_len=193))
     arrays = make_inputs(case)
-    out, lse = prefill(case, arrays)
+    # A window that hides nothing keeps both calls on the same kernel where there are several.
+    out, lse = prefill(case.replace(window=(1000, 0)), arrays)
     mask = np.tri(193, dtype=bool)[None, None]
     masked_out, masked_lse = prefill(case.replace(causal=False), dict(arrays, mask=mask))
     check_same(masked_out, out)

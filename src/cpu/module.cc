@@ -14,9 +14,9 @@
 namespace flashattn {
 namespace {
 
-// Runs task(i) for i in [0, n) on XLA's pool and on the calling thread, which takes tasks until none is
-// left and then waits for those in flight. It never waits for a task nobody has begun, so it cannot
-// deadlock even when the caller itself occupies the pool's only thread.
+// Runs task(i) for i in [0, n) on XLA's pool and on the calling thread, which takes tasks until
+// none is left and then waits for those in flight. It never waits for a task nobody has begun, so
+// it cannot deadlock even when the caller itself occupies the pool's only thread.
 void parallel_for(ffi::ThreadPool& pool, int64_t n, const std::function<void(int64_t)>& task) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
@@ -51,9 +51,8 @@ ffi::Error handle(const char* op, ffi::ThreadPool pool, ffi::RemainingArgs args,
   if (!call.has_value()) return call.error();
   auto params = make_params(*attrs, *call);
   if (!params.has_value()) return params.error();
-  run(*params, [&](int64_t n, const std::function<void(int64_t)>& task) {
-    parallel_for(pool, n, task);
-  });
+  run(*params,
+      [&](int64_t n, const std::function<void(int64_t)>& task) { parallel_for(pool, n, task); });
   return ffi::Error::Success();
 }
 

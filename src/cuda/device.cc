@@ -35,8 +35,8 @@ cudaError_t look_up(int ordinal, Device* device) {
   return cudaSuccess;
 }
 
-// The limit is 48 KB until a kernel asks for more, on each device anew. What L1 would keep of an SM's
-// memory is better used for the shared memory of another block.
+// The limit is 48 KB until a kernel asks for more, on each device anew. What L1 would keep of an
+// SM's memory is better used for the shared memory of another block.
 Status configure_shared_memory(const Launch& what, const Device& device) {
   constexpr int kDefaultLimit = 48 * 1024;
   if (what.shared_memory == 0) return {};
@@ -50,8 +50,8 @@ Status configure_shared_memory(const Launch& what, const Device& device) {
     return failure(describe(what) + ": shared memory refused", error);
   };
   if (limit == 0) {
-    if (Status status = set(cudaFuncAttributePreferredSharedMemoryCarveout,
-                            cudaSharedmemCarveoutMaxShared);
+    if (Status status =
+            set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
         !status.ok())
       return status;
     limit = kDefaultLimit;

@@ -30,8 +30,8 @@ Explained explain_prefill(const PrefillParams& params, const Device& device) {
     const TileSm90 tile = prefill_tile_sm90(params);
     const int packed = packed_heads_sm90(tile, problem.q_len, problem.group());
     std::string details = "tile " + number(tile.block_q()) + "x" + number(tile.block_kv) +
-                          ", head dim " + number(tile.head_dim) + ", " +
-                          number(tile.warpgroups) + " consumer warpgroups: " + tile.why;
+                          ", head dim " + number(tile.head_dim) + ", " + number(tile.warpgroups) +
+                          " consumer warpgroups: " + tile.why;
     if (packed > 1) details += "; " + number(packed) + " query heads share a tile's rows";
     return {"sm90", "", details};
   }
@@ -49,13 +49,13 @@ Explained explain_decode(const DecodeParams& params, const Device& device) {
       DecodeHeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));
   const DecodePlan plan = plan_decode(
       params, head_dim, {device.sm_count, device.major, device.shared_memory_per_block});
-  const std::string merge = plan.cluster > 1    ? ", merged inside a cluster"
+  const std::string merge = plan.cluster > 1  ? ", merged inside a cluster"
                             : plan.combines() ? ", merged by a second kernel"
                                               : "";
   const std::string kernel = plan.lean ? "lean kernel, " : "";
   return {plan.cluster > 1 ? "decode (sm90 cluster)" : "decode", "",
-          kernel + number(plan.splits) + " splits" + merge + ", " + number(plan.warps) + " warps, " +
-              number(plan.stages) + " stages: " + plan.reason};
+          kernel + number(plan.splits) + " splits" + merge + ", " + number(plan.warps) +
+              " warps, " + number(plan.stages) + " stages: " + plan.reason};
 }
 
 }  // namespace flashattn

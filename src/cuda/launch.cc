@@ -23,7 +23,8 @@ constexpr int largest(std::integer_sequence<int, Dims...>) {
   return std::max({Dims...});
 }
 
-// Calls f(std::integral_constant<int, D>) with the smallest D of the list that is at least `wanted`.
+// Calls f(std::integral_constant<int, D>) with the smallest D of the list that is at least
+// `wanted`.
 template <int... Dims, class F>
 Status with_head_dim(std::integer_sequence<int, Dims...> dims, int wanted, F&& f) {
   Status status{"head dim " + std::to_string(wanted) + " is above every compiled one (" +

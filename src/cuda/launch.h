@@ -1,4 +1,5 @@
-// From parameters to a kernel on a device: the launchers that exist, and the one place that chooses.
+// From parameters to a kernel on a device: the launchers that exist, and the one place that
+// chooses.
 #ifndef FLASHATTN_CUDA_LAUNCH_H_
 #define FLASHATTN_CUDA_LAUNCH_H_
 

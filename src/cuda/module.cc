@@ -1,7 +1,6 @@
-// The module `_cuda`: the custom calls for XLA's CUDA backend. It loads where there is no GPU and no
-// driver: the runtime is linked statically, and nothing is called before a kernel is.
+// The module `_cuda`: the custom calls for XLA's CUDA backend. It loads where there is no GPU and
+// no driver: the runtime is linked statically, and nothing is called before a kernel is.
 #include <cuda_runtime_api.h>
-
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -45,27 +44,25 @@ ffi::Error handle(const char* op, cudaStream_t stream, int32_t ordinal, ffi::Rem
 
 ffi::Error prefill(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs args,
                    ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  return handle<PrefillAttrs>(
-      "prefill", stream, ordinal, args, rets, attrs, kPrefillOperands, kPrefillResults,
-      make_prefill_params, [](const PrefillParams& params, const Device& device, cudaStream_t s) {
-        return launch_prefill(params, device, s);
-      });
+  return handle<PrefillAttrs>("prefill", stream, ordinal, args, rets, attrs, kPrefillOperands,
+                              kPrefillResults, make_prefill_params,
+                              [](const PrefillParams& params, const Device& device,
+                                 cudaStream_t s) { return launch_prefill(params, device, s); });
 }
 ffi::Error backward(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  return handle<BackwardAttrs>(
-      "backward", stream, ordinal, args, rets, attrs, kBackwardOperands, kBackwardResults,
-      make_backward_params, [](const BackwardParams& params, const Device& device, cudaStream_t s) {
-        return launch_backward(params, device, s);
-      });
+  return handle<BackwardAttrs>("backward", stream, ordinal, args, rets, attrs, kBackwardOperands,
+                               kBackwardResults, make_backward_params,
+                               [](const BackwardParams& params, const Device& device,
+                                  cudaStream_t s) { return launch_backward(params, device, s); });
 }
 ffi::Error decode(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs args,
                   ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  return handle<DecodeAttrs>(
-      "decode", stream, ordinal, args, rets, attrs, kDecodeOperands, kDecodeResults,
-      make_decode_params, [](const DecodeParams& params, const Device& device, cudaStream_t s) {
-        return launch_decode(params, device, s);
-      });
+  return handle<DecodeAttrs>("decode", stream, ordinal, args, rets, attrs, kDecodeOperands,
+                             kDecodeResults, make_decode_params,
+                             [](const DecodeParams& params, const Device& device, cudaStream_t s) {
+                               return launch_decode(params, device, s);
+                             });
 }
 
 auto binding() {
@@ -76,7 +73,8 @@ auto binding() {
       .RemainingRets()
       .Attrs();
 }
-// Capturable in a CUDA graph: no allocation, no synchronisation, no read of device memory by the host.
+// Capturable in a CUDA graph: no allocation, no synchronisation, no read of device memory by the
+// host.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PrefillHandler, prefill, binding(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(BackwardHandler, backward, binding(),
@@ -87,8 +85,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DecodeHandler, decode, binding(),
 // Whichever kernel the device of the call gets, the workspace suffices.
 int64_t backward_workspace_of_any_kernel(int batch, int q_len, int kv_len, int q_heads,
                                          int kv_heads, int head_dim) {
-  const Problem problem{batch,    q_len,    kv_len,   q_heads,
-                        kv_heads, head_dim, head_dim, DType::kBF16};
+  const Problem problem{batch, q_len, kv_len, q_heads, kv_heads, head_dim, head_dim, DType::kBF16};
   return std::max(backward_workspace(problem, false),
                   backward_sm80_workspace(batch, q_len, q_heads));
 }
@@ -207,13 +204,13 @@ T* pointer(uintptr_t address) {
 }
 
 void define_selftests(nb::module_& m) {
-  m.def("selftest_wgmma", [](int mode, int n, uintptr_t a, uintptr_t b, uintptr_t d,
-                             uintptr_t rounded) {
-    run_selftest([&](const Device& device) {
-      return selftest_wgmma(mode, n, pointer<void>(a), pointer<void>(b), pointer<float>(d),
-                            pointer<void>(rounded), device, nullptr);
-    });
-  });
+  m.def("selftest_wgmma",
+        [](int mode, int n, uintptr_t a, uintptr_t b, uintptr_t d, uintptr_t rounded) {
+          run_selftest([&](const Device& device) {
+            return selftest_wgmma(mode, n, pointer<void>(a), pointer<void>(b), pointer<float>(d),
+                                  pointer<void>(rounded), device, nullptr);
+          });
+        });
   m.def("selftest_tma", [](uintptr_t x, uintptr_t raw, int positions, int heads, int head_dim,
                            int group, int position, int group_index) {
     run_selftest([&](const Device& device) {
@@ -243,13 +240,14 @@ NB_MODULE(_cuda, m) {
   m.def("build_summary", build_summary);
   m.def("explain", explain);
   define_selftests(m);
-  m.def("largest_head_dim",
-        [](const std::string& op) { return op == "decode" ? largest(DecodeHeadDims{}) : largest(HeadDims{}); });
-  m.def("decode_workspace", [](int batch, int q_len, int q_heads, int kv_heads, int value_dim,
-                               int num_splits) {
-    return std::max<int64_t>(
-        1, decode_workspace(batch, q_len, q_heads, kv_heads, value_dim, num_splits));
+  m.def("largest_head_dim", [](const std::string& op) {
+    return op == "decode" ? largest(DecodeHeadDims{}) : largest(HeadDims{});
   });
+  m.def("decode_workspace",
+        [](int batch, int q_len, int q_heads, int kv_heads, int value_dim, int num_splits) {
+          return std::max<int64_t>(
+              1, decode_workspace(batch, q_len, q_heads, kv_heads, value_dim, num_splits));
+        });
   m.def("backward_workspace", backward_workspace_of_any_kernel);
 }
 

@@ -18,7 +18,8 @@ class PrefillProducer {
     int tile = blockIdx.x;
     TileWork work = work_of(tile);
     while (work.position >= 0) {
-      // The first K goes ahead of the wait for the Q buffer, which may still be on its way out as O.
+      // The first K goes ahead of the wait for the Q buffer, which may still be on its way out as
+      // O.
       if (work.blocks > 0) load_k(work, block_, work.blocks - 1);
       publish(work);
       work = load_tile(shared_.work[q_stage_], tile);
@@ -49,8 +50,7 @@ class PrefillProducer {
   }
 
   __device__ __forceinline__ TileWork work_of(int tile) const {
-    if (tile < grid_.tiles)
-      return decode_tile<Tile::kCausal>(params_, grid_, tile, Tile::kBlockKv);
+    if (tile < grid_.tiles) return decode_tile<Tile::kCausal>(params_, grid_, tile, Tile::kBlockKv);
     TileWork stop = {};
     stop.position = -1;
     return stop;

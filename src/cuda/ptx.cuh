@@ -16,7 +16,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 2^x, flushing denormals; exp2f() without fast math would add range code around the same instruction.
+// 2^x, flushing denormals; exp2f() without fast math would add range code around the same
+// instruction.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -77,8 +78,8 @@ __device__ __forceinline__ void shared_store_f32x4(uint32_t address, float x, fl
                : "memory");
 }
 
-// Hides from the optimiser what is known of a value, so that what depends on it is computed where it is
-// used: loop invariants hoisted out of a kernel's main loop would spill.
+// Hides from the optimiser what is known of a value, so that what depends on it is computed where
+// it is used: loop invariants hoisted out of a kernel's main loop would spill.
 __device__ __forceinline__ void opaque(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void opaque(int64_t& x) { asm volatile("" : "+l"(x)); }
 // threadIdx.x read anew, and opaque in that sense.
@@ -108,7 +109,8 @@ __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t a) {
   return d;
 }
 
-// c (16x8, fp32) += a (16x16) b (16x8). Lane l holds rows l/4 and l/4 + 8, columns 2 (l % 4) + {0, 1}.
+// c (16x8, fp32) += a (16x16) b (16x8). Lane l holds rows l/4 and l/4 + 8, columns 2 (l % 4) + {0,
+// 1}.
 template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float* c, const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1);
@@ -169,8 +171,8 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// 4 bytes of read-only global memory, loaded where it is written: ordinary loads sink to their first
-// use, behind whole tiles of requests.
+// 4 bytes of read-only global memory, loaded where it is written: ordinary loads sink to their
+// first use, behind whole tiles of requests.
 __device__ __forceinline__ uint32_t load_now_b32(const void* global) {
   uint32_t r;
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(r) : "l"(global));

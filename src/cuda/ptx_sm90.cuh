@@ -34,8 +34,8 @@ __device__ __forceinline__ void mbarrier_arrive_if(bool condition, uint32_t barr
       "r"(static_cast<int>(condition))
       : "memory");
 }
-// Spins until the phase of this parity has completed. The spin is a basic-block edge: ptxas moves no
-// arithmetic across it, which the main loops rely on.
+// Spins until the phase of this parity has completed. The spin is a basic-block edge: ptxas moves
+// no arithmetic across it, which the main loops rely on.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
@@ -49,8 +49,8 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- TMA. Tensor maps are 5-D {64 columns, rows, 64-column chunk, head, batch}: one instruction moves
-// a whole tile, chunk after chunk, each chunk `rows` x 128 bytes in the 128-byte swizzle.
+// ---- TMA. Tensor maps are 5-D {64 columns, rows, 64-column chunk, head, batch}: one instruction
+// moves a whole tile, chunk after chunk, each chunk `rows` x 128 bytes in the 128-byte swizzle.
 __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -71,8 +71,8 @@ __device__ __forceinline__ void tma_store_5d(const CUtensorMap* map, uint32_t sh
       "r"(shared), "r"(0), "r"(row), "r"(chunk), "r"(head), "r"(batch)
       : "memory");
 }
-// The same tile by a 4-D map {head dim, rows, head, batch}, one instruction a 64-column chunk: columns
-// beyond any head dim read as zero and are not stored.
+// The same tile by a 4-D map {head dim, rows, head, batch}, one instruction a 64-column chunk:
+// columns beyond any head dim read as zero and are not stored.
 __device__ __forceinline__ void tma_load_4d(uint32_t shared, const CUtensorMap* map,
                                             uint32_t barrier, int column, int row, int head,
                                             int batch) {
@@ -90,8 +90,8 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t sh
       "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// By a map {head dim, group, rows, heads / group, batch} (encode_tensor_map_packed): the heads of a group
-// become rows, head fastest.
+// By a map {head dim, group, rows, heads / group, batch} (encode_tensor_map_packed): the heads of a
+// group become rows, head fastest.
 __device__ __forceinline__ void tma_load_packed(uint32_t shared, const CUtensorMap* map,
                                                 uint32_t barrier, int column, int row, int head,
                                                 int batch) {
@@ -101,8 +101,8 @@ __device__ __forceinline__ void tma_load_packed(uint32_t shared, const CUtensorM
       "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-__device__ __forceinline__ void tma_store_packed(const CUtensorMap* map, uint32_t shared, int column,
-                                                 int row, int head, int batch) {
+__device__ __forceinline__ void tma_store_packed(const CUtensorMap* map, uint32_t shared,
+                                                 int column, int row, int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group "
       "[%0, {%2,%3,%4,%5,%6}], [%1];" ::"l"(map),
@@ -112,10 +112,10 @@ __device__ __forceinline__ void tma_store_packed(const CUtensorMap* map, uint32_
 // global[0..bytes) += shared[0..bytes), fp32, contiguous; bytes a multiple of 16.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* global, uint32_t shared,
                                                     uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   global),
-               "r"(shared), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
 }
 // The same and its commit, predicated.
 __device__ __forceinline__ void bulk_reduce_add_f32_if(bool condition, float* global,
@@ -176,9 +176,9 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Matrix descriptors of the 128-byte swizzle. The high word is constant: 1024 bytes from one group of
-// 8 rows to the next. The low word is address >> 4 plus, for MN-major operands, the distance between
-// 64-column chunks. Kernels keep only low words in registers (see opaque).
+// Matrix descriptors of the 128-byte swizzle. The high word is constant: 1024 bytes from one group
+// of 8 rows to the next. The low word is address >> 4 plus, for MN-major operands, the distance
+// between 64-column chunks. Kernels keep only low words in registers (see opaque).
 constexpr uint32_t kDescriptorHigh = 64u | (1u << 30);
 __device__ __forceinline__ uint32_t descriptor_low_k_major(uint32_t shared) {
   return ((shared & 0x3FFFF) >> 4) | (1u << 16);
@@ -191,12 +191,12 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t low) {
   asm("mov.b64 %0, {%1,%2};" : "=l"(r) : "r"(low), "r"(kDescriptorHigh));
   return r;
 }
-// Hides a value from the optimiser, so that descriptor arithmetic stays inside the loop; hoisted, its
-// many results would spill.
+// Hides a value from the optimiser, so that descriptor arithmetic stays inside the loop; hoisted,
+// its many results would spill.
 __device__ __forceinline__ void opaque(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
-// ---- programmatic dependent launch: lets the next kernel of the stream start / waits until everything
-// that the previous one wrote is visible.
+// ---- programmatic dependent launch: lets the next kernel of the stream start / waits until
+// everything that the previous one wrote is visible.
 __device__ __forceinline__ void grid_dependency_trigger() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -205,8 +205,8 @@ __device__ __forceinline__ void grid_dependency_wait() {
 }
 
 // ---- thread block clusters
-// The arrive has no release semantics: those cost a MEMBAR.ALL.GPU, and mbarrier_init_fence() is all
-// that the other blocks need to find this block's barriers initialised.
+// The arrive has no release semantics: those cost a MEMBAR.ALL.GPU, and mbarrier_init_fence() is
+// all that the other blocks need to find this block's barriers initialised.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -223,8 +223,8 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int block) 
 __device__ __forceinline__ void store_async(uint32_t cluster_shared, float4 x,
                                             uint32_t cluster_barrier) {
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
-          cluster_shared),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::
+          "r"(cluster_shared),
       "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(cluster_barrier)
       : "memory");
 }

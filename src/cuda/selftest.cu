@@ -1,7 +1,6 @@
-#include "selftest.h"
-
 #include <utility>
 
+#include "selftest.h"
 #include "selftest_sm90.cuh"
 
 namespace flashattn {
@@ -14,10 +13,9 @@ template <int N, int... Modes>
 Status run_mode(std::integer_sequence<int, Modes...>, int mode, const Element* a, const Element* b,
                 float* d, Element* rounded, const Device& device, cudaStream_t stream) {
   Status status{"selftest: there is no such mode"};
-  ((Modes == mode
-        ? void(status = selftest_wgmma<Element, static_cast<WgmmaMode>(Modes), N>(a, b, d, rounded,
-                                                                                 device, stream))
-        : void()),
+  ((Modes == mode ? void(status = selftest_wgmma<Element, static_cast<WgmmaMode>(Modes), N>(
+                             a, b, d, rounded, device, stream))
+                  : void()),
    ...);
   return status;
 }

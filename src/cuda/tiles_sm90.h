@@ -47,7 +47,8 @@ struct TileSm90 {
 // The first row that fits a call is taken.
 constexpr TileSm90 kPrefillTilesSm90[] = {
     {64, MaskKind::kCausal, 2048, 2, 128, 2, false, true, true,
-     "short causal: 128 rows waste less of the diagonal than 192, and with few blocks a tile a second"
+     "short causal: 128 rows waste less of the diagonal than 192, and with few blocks a tile a "
+     "second"
      " copy of P costs more than it hides (T 512: 256 against 245)"},
     {64, MaskKind::kCausal, kUnlimited, 3, 128, 2, false, true, true,
      "three softmaxes share the SM (T 16384: 613 against 505 with two warpgroups)"},
