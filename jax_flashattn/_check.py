@@ -152,7 +152,7 @@ def check_model(model: Model, tokens) -> list[dict]:
             "model": model.name, "operation": operation, "shape": shape, "kernel": kernel,
             "error": float(error), "limit": float(limit), "jax_nn_error": float(xla_error),
             "decode_minus_prefill": None if difference is None else float(difference), "ms": 1e3 * time_ours,
-            "jax_nn_ms": 1e3 * time_theirs, "ok": bool(error <= limit),
+            "jax_nn_ms": None if time_theirs is None else 1e3 * time_theirs, "ok": bool(error <= limit),
         }  # fmt: skip
 
     shape = (
@@ -180,13 +180,17 @@ def check_model(model: Model, tokens) -> list[dict]:
         return stepwise, error, difference
 
     stepwise, error, difference = compare(KVCache.attend)
-    stepwise_xla, xla_error, _ = compare(attend_with_jax_nn)
-    limit = 2 * xla_error + ulp * np.abs(exact).max()
+    time_theirs = None
+    try:
+        stepwise_xla, xla_error, _ = compare(attend_with_jax_nn)
+        limit = 2 * xla_error + ulp * np.abs(exact).max()
+        time_theirs = seconds(stepwise_xla, *operands)
+    except (ValueError, jax.errors.JaxRuntimeError) as e:  # float16 products of some shapes
+        print(f"jax.nn refuses {model.name}'s decode: {str(e).splitlines()[0]}")
     kernel = explain("decode", q[:, :1], k, v, operands[3]).kernel
     shape = f"{length - length // 2} steps, lengths {'/'.join(str(n) for n in lengths)}"
     rows.append(
-        row("decode", shape, kernel, error, difference, seconds(stepwise, *operands),
-            seconds(stepwise_xla, *operands))
+        row("decode", shape, kernel, error, difference, seconds(stepwise, *operands), time_theirs)
     )  # fmt: skip
     return rows
 
@@ -209,7 +213,7 @@ def run(args) -> int:
             r["model"], r["operation"], r["shape"], str(r["kernel"]), f"{r['error']:.2e}",
             f"{r['limit']:.2e}", f"{r['jax_nn_error']:.2e}",
             "" if r["decode_minus_prefill"] is None else f"{r['decode_minus_prefill']:.2e}",
-            f"{r['ms']:.2f}", f"{r['jax_nn_ms']:.2f}",
+            f"{r['ms']:.2f}", "-" if r["jax_nn_ms"] is None else f"{r['jax_nn_ms']:.2f}",
             "ok" if r["ok"] else "FAILED",
         )
         for r in rows
