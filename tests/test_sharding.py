@@ -252,10 +252,9 @@ def test_gradients_through_shard_map(platform, devices, replicated):
 
 
 def test_gradients_inside_shard_map(platform, devices):
-    """A data-parallel training step: grad and psum inside."""
+    """A data-parallel training step: grad inside, of replicated weights."""
     case = platform.fit(CASE)
     arrays = make_inputs(case)
-    mesh = mesh_of(devices)
     weights = jnp.asarray(np.random.default_rng(0).standard_normal((16, 16)), case.dtype)
 
     def loss(attention, weights, q, k, v):
@@ -263,14 +262,13 @@ def test_gradients_inside_shard_map(platform, devices):
 
     def step(attention, weights, *x):
         grad = jax.grad(functools.partial(loss, attention))
-        return jax.lax.pmean(grad(jax.lax.pcast(weights, "y", to="varying"), *x), "y")
+        return grad(weights, *x) / len(devices)  # of what is the same everywhere: summed by JAX
 
     mapped = jax.shard_map(
         functools.partial(step, jax_flashattn.prefill),
         mesh=mesh_of(devices, (1, len(devices))),
         in_specs=(P(), P("y"), P("y"), P("y")),
         out_specs=P(),
-        axis_names={"x", "y"},
     )
     ours = jax.jit(mapped)(weights, *arrays.values())
     same = jax.grad(functools.partial(loss, lambda *x: _reference.attention(*x)[0]))(
@@ -278,7 +276,6 @@ def test_gradients_inside_shard_map(platform, devices):
     )
     tolerance = 40 * float(jnp.finfo(same.dtype).eps)
     np.testing.assert_allclose(ours, same, atol=tolerance * float(jnp.abs(same).max()))
-    assert mesh.size == len(devices)
 
 
 def test_partly_manual_shard_map(platform, devices):

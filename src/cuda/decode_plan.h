@@ -184,8 +184,8 @@ struct Cut {
   int extra_blocks = 0;
 };
 
-// Microseconds on an H200, fitted to measured points: one block draws 0.115 TB/s; 64 blocks drew 4.23
-// of a long cache, 128 draw 4.5.
+// Microseconds on an H200, fitted to measured points: one block draws 0.115 TB/s; 64 blocks
+// drew 4.23 of a long cache, 128 draw 4.5.
 constexpr double stream_time(const Work& work, double blocks) {
   const double megabytes =
       2e-6 * work.pairs * work.tiles * static_cast<double>(decode_tile_bytes(work.row_bytes));
