@@ -100,7 +100,8 @@ def apply_scale(op: str, scale, query) -> tuple[jax.Array, float]:
         if scale.shape != ():
             fail(ValueError, op, "scale", "is not a scalar", scale.shape, "pass one number")
         return (query.astype(scale.dtype) * scale).astype(query.dtype), 1.0
-    if np.ndim(scale) != 0 or not np.isfinite(float(scale)):
+    number = isinstance(scale, numbers.Real) or (np.ndim(scale) == 0 and hasattr(scale, "dtype"))
+    if not number or not np.isfinite(float(scale)):
         fail(ValueError, op, "scale", "is not a finite number", repr(scale), "pass one number")
     return (-query if scale < 0 else query), abs(float(scale))
 
@@ -124,10 +125,9 @@ def check_layout_shapes(op: str, layout: str, names, arrays) -> None:
     if kv_heads == 0 or heads % kv_heads:
         fail(ValueError, op, names[1], f"has {kv_heads} heads, which does not divide the query's",
              heads, "use query heads % key heads == 0")  # fmt: skip
-    if q.shape[3] == 0 or v.shape[3] == 0:
-        fail(
-            ValueError, op, names[0], "has no head dim", q.shape, "the head dim must be at least 1"
-        )
+    for name, x in zip(names, arrays, strict=True):
+        if x.shape[3] == 0:
+            fail(ValueError, op, name, "has no head dim", x.shape, "it must be at least 1")
 
 
 def fold_batch(x, rank: int):

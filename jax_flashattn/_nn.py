@@ -131,7 +131,6 @@ def _flash(query, key, value, bias, mask, arguments, return_residual):
     arguments = dict(arguments)
     is_causal = arguments.pop("is_causal")
     window = _window(arguments["local_window_size"])
-    lengths = arguments["key_value_seq_lengths"], arguments["query_seq_lengths"]
     if query.ndim == 3:
         for name in ("query_seq_lengths", "key_value_seq_lengths"):
             if arguments[name] is not None:
@@ -144,12 +143,16 @@ def _flash(query, key, value, bias, mask, arguments, return_residual):
         query, key, value, causal=is_causal, bias=as_prefill(bias), mask=as_prefill(mask),
         causal_alignment="top_left", return_lse=True, **arguments,
     )  # fmt: skip
-    may_be_empty = mask is not None or window is not None or lengths[0] is not None
+    may_be_empty = (
+        mask is not None or window is not None or arguments["key_value_seq_lengths"] is not None
+    )
     if may_be_empty:
         empty = jnp.isneginf(lse)
         if arguments["query_seq_lengths"] is not None:
+            lengths = arguments["query_seq_lengths"][..., None]
             rows = jnp.arange(query.shape[-3], dtype=jnp.int32)
-            empty = empty & (rows < arguments["query_seq_lengths"][..., None])[..., None]
+            rows = rows.reshape((1,) * (lengths.ndim - 1) + (-1,))
+            empty = empty & (rows < lengths)[..., None]
         mean = jnp.mean(value, axis=-3, dtype=jnp.promote_types(value.dtype, jnp.float32))
         mean = jnp.repeat(mean.astype(out.dtype), query.shape[-2] // value.shape[-2], axis=-2)
         out = jnp.where(empty[..., None], mean[..., None, :, :], out)

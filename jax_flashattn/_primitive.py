@@ -169,7 +169,9 @@ class Operation:
         Query heads are (key/value head, group): "b t (k g) h, b s k h, ...".
         """
         size = options.sizes(names, operands)
+        # Query heads as factors; Shardy takes no factor of size 1 beside another.
         group = size["n"] // size["k"]
+        heads = ("k",) if group == 1 else ("g",) if size["k"] == 1 else ("k", "g")
         fresh = iter(range(10**6))
         seen: dict[str, None] = {}  # in order of first appearance, as the rule demands
 
@@ -177,8 +179,8 @@ class Operation:
             mapping = []
             for letter, extent in zip(options.axes(name), shape, strict=True):
                 if letter == "n" and extent == size["n"]:
-                    seen.update(dict.fromkeys(("k", "g") if group > 1 else ("k",)))
-                    mapping.append(CompoundFactor("k", "g") if group > 1 else "k")
+                    seen.update(dict.fromkeys(heads))
+                    mapping.append(heads[0] if len(heads) == 1 else CompoundFactor(*heads))
                     continue
                 if letter in ("n", "p") or extent != size[letter]:
                     letter = f"x{next(fresh)}"  # a broadcast axis, or pages
@@ -195,7 +197,7 @@ class Operation:
             ins,
             outs,
             need_replication_factors=tuple(f for f in seen if f not in ("b", "k", "g")),
-            **({"g": group} if group > 1 else {}),
+            **({"g": group} if len(heads) == 2 else {}),
         )
 
     def _kept_axes(self, mesh, names, args, shardings, options) -> dict:
