@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +34,8 @@ print("replayed")
 
 
 def test_captured_and_replayed(tmp_path):
+    if not any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("no gpu device")
     flags = (
         "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1 "
         f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*step.*"
