@@ -5,6 +5,7 @@
 #ifndef FLASHATTN_CPU_MATMUL_H_
 #define FLASHATTN_CPU_MATMUL_H_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/vector.h"
@@ -46,10 +47,14 @@ void update_vector(const Result<typename V::Real>& c, int m, int x, typename V::
   V::store(target, sum);
 }
 
-// Rows x Vectors accumulators stay in registers over the whole depth.
+// Depth summed in one go. The rounding error of a sum grows with its partial sums: short sums,
+// added up, keep that of a long head dim near that of a short one.
+constexpr int kPanel = 32;
+
+// Rows x Vectors accumulators stay in registers over a panel.
 template <class V, int Rows, int Vectors>
-void multiply_block(Matrix<typename V::Real> a, const typename V::Real* b, int b_stride, int depth,
-                    Result<typename V::Real> c) {
+void multiply_panel(Matrix<typename V::Real> a, const typename V::Real* b, int b_stride, int depth,
+                    const Result<typename V::Real>& c) {
   using Vec = typename V::Vec;
   Vec sums[Rows][Vectors] = {};
   const typename V::Real* a_k = a.data;
@@ -68,6 +73,17 @@ void multiply_block(Matrix<typename V::Real> a, const typename V::Real* b, int b
   for (int m = 0; m < Rows; ++m) {
 #pragma GCC unroll 8
     for (int x = 0; x < Vectors; ++x) update_vector<V>(c, m, x * V::kLanes, sums[m][x]);
+  }
+}
+
+template <class V, int Rows, int Vectors>
+void multiply_block(Matrix<typename V::Real> a, const typename V::Real* b, int b_stride, int depth,
+                    Result<typename V::Real> c) {
+  multiply_panel<V, Rows, Vectors>(a, b, b_stride, std::min(depth, kPanel), c);
+  c.update = c.kAdd;
+  for (int k = kPanel; k < depth; k += kPanel) {
+    multiply_panel<V, Rows, Vectors>({a.data + k * a.k, a.k, a.m}, b + int64_t{k} * b_stride,
+                                     b_stride, std::min(depth - k, kPanel), c);
   }
 }
 
