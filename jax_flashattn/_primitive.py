@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
-    CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
 )
@@ -166,24 +165,22 @@ class Operation:
     def _sharding_rule(self, names, operands, options) -> SdyShardingRule:
         """b and the heads are factors that may be sharded; every other one is replicated.
 
-        Query heads are (key/value head, group): "b t (k g) h, b s k h, ...".
+        Query heads are a factor of their own unless each has a key head of its own: tied to the key
+        heads as (key head, group), a mesh axis with more devices than key heads would be cut into
+        parts, which JAX's shardings cannot say. `_kept_axes` brings the two together.
         """
         size = options.sizes(names, operands)
-        # Query heads as factors; Shardy takes no factor of size 1 beside another.
-        group = size["n"] // size["k"]
-        heads = ("k",) if group == 1 else ("g",) if size["k"] == 1 else ("k", "g")
+        query_heads = "k" if size["n"] == size["k"] else "n"
         fresh = iter(range(10**6))
         seen: dict[str, None] = {}  # in order of first appearance, as the rule demands
 
         def factors(name, shape):
             mapping = []
             for letter, extent in zip(options.axes(name), shape, strict=True):
-                if letter == "n" and extent == size["n"]:
-                    seen.update(dict.fromkeys(heads))
-                    mapping.append(heads[0] if len(heads) == 1 else CompoundFactor(*heads))
-                    continue
-                if letter in ("n", "p") or extent != size[letter]:
-                    letter = f"x{next(fresh)}"  # a broadcast axis, or pages
+                if letter == "p" or extent != size[letter]:
+                    letter = f"x{next(fresh)}"  # pages, or a broadcast axis
+                elif letter == "n":
+                    letter = query_heads
                 seen.setdefault(letter)
                 mapping.append(letter)
             return ArrayMapping(*mapping)
@@ -194,10 +191,7 @@ class Operation:
             for name in self.results(names, operands, options)
         )
         return SdyShardingRule(
-            ins,
-            outs,
-            need_replication_factors=tuple(f for f in seen if f not in ("b", "k", "g")),
-            **({"g": group} if len(heads) == 2 else {}),
+            ins, outs, need_replication_factors=tuple(f for f in seen if f not in ("b", "k", "n"))
         )
 
     def _kept_axes(self, mesh, names, args, shardings, options) -> dict:

@@ -65,11 +65,22 @@ def _devices(name):
         return ()
 
 
+@contextlib.contextmanager
+def _platform(name):
+    devices = _devices(name)
+    if not devices:
+        pytest.skip(f"no {name} device")
+    with jax.default_device(devices[0]):
+        yield Platform(name, devices)
+
+
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def platform(request):
-    devices = _devices(request.param)
-    if not devices:
-        pytest.skip(f"no {request.param} device")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.default_device(devices[0]))
-        yield Platform(request.param, devices)
+    with _platform(request.param) as platform:
+        yield platform
+
+
+@pytest.fixture
+def cpu():
+    with _platform("cpu") as platform:
+        yield platform

@@ -1,6 +1,7 @@
 #include "cpu/attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <thread>
 
@@ -9,26 +10,29 @@
 namespace flashattn::cpu {
 namespace {
 
-const InstructionSet& choose_instruction_set() {
+std::vector<const InstructionSet*> supported() {
+  std::vector<const InstructionSet*> sets;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return kAvx512;
+    sets.push_back(&kAvx512);
   }
-  if (avx2) return kAvx2;
+  if (avx2) sets.push_back(&kAvx2);
 #endif
-  return kGeneric;
+  sets.push_back(&kGeneric);
+  return sets;
 }
 
-const InstructionSet& chosen() {
-  static const InstructionSet& instruction_set = choose_instruction_set();
+std::atomic<const InstructionSet*>& chosen() {
+  static std::atomic<const InstructionSet*> instruction_set = supported().front();
   return instruction_set;
 }
 
 const Kernels& kernels_for(const Problem& problem) {
-  return problem.dtype == DType::kF64 ? chosen().float64 : chosen().float32;
+  const InstructionSet& instruction_set = *chosen().load();
+  return problem.dtype == DType::kF64 ? instruction_set.float64 : instruction_set.float32;
 }
 
 // Weights far below a row's largest are subnormal, and arithmetic on those takes a hundred times as
@@ -152,7 +156,22 @@ void set_splits(const DecodeParams& params, ForwardCall& call) {
 
 }  // namespace
 
-const char* instruction_set() { return chosen().name; }
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const InstructionSet* set : supported()) names.push_back(set->name);
+  return names;
+}
+
+std::string instruction_set() { return chosen().load()->name; }
+
+bool set_instruction_set(std::string_view name) {
+  for (const InstructionSet* set : supported()) {
+    if (name != set->name) continue;
+    chosen() = set;
+    return true;
+  }
+  return false;
+}
 
 void prefill(const PrefillParams& params, const ParallelFor& parallel_for) {
   ForwardCall call;

@@ -4,6 +4,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "params.h"
 
@@ -16,8 +19,11 @@ void prefill(const PrefillParams& params, const ParallelFor& parallel_for);
 void backward(const BackwardParams& params, const ParallelFor& parallel_for);
 void decode(const DecodeParams& params, const ParallelFor& parallel_for);
 
-// The instructions that this machine gets: "avx512", "avx2" or "generic".
-const char* instruction_set();
+// What this machine can run of "avx512", "avx2" and "generic", the best first, and which one it
+// does: the best, until another one is set.
+std::vector<std::string> instruction_sets();
+std::string instruction_set();
+bool set_instruction_set(std::string_view name);  // false: not one of instruction_sets()
 
 }  // namespace flashattn::cpu
 

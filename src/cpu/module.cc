@@ -1,4 +1,7 @@
 // The module `_cpu`: the custom calls for XLA's CPU backend.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -91,7 +94,11 @@ NB_MODULE(_cpu, m) {
   });
   m.def("signature", signature);
   m.def("ffi_api_version", ffi_api_version);
+  m.def("instruction_sets", cpu::instruction_sets);
   m.def("instruction_set", cpu::instruction_set);
+  m.def("set_instruction_set", [](const std::string& name) {  // for tests: every set on one machine
+    if (!cpu::set_instruction_set(name)) throw nb::value_error("no such instruction set here");
+  });
 }
 
 }  // namespace flashattn
