@@ -6,6 +6,7 @@ from jax_flashattn._explain import Explanation, explain
 from jax_flashattn._ffi import CUSTOM_CALLS
 from jax_flashattn._merge import merge
 from jax_flashattn._nn import dot_product_attention
+from jax_flashattn._packing import segment_ids
 from jax_flashattn._prefill import prefill
 
 __version__ = "0.1.0"
@@ -20,4 +21,5 @@ __all__ = [
     "merge",
     "prefill",
     "rotate",
+    "segment_ids",
 ]

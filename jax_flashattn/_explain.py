@@ -1,10 +1,14 @@
 """explain: which kernel a call gets, with which tiles, and why not a faster one."""
 
 import dataclasses
+import functools
+import inspect
 
 import jax
+import jax.numpy as jnp
 
 from jax_flashattn import _cpu, _ffi, _nn
+from jax_flashattn._axes import DIFFERENTIABLE
 from jax_flashattn._decode import decode
 from jax_flashattn._prefill import prefill
 
@@ -14,7 +18,7 @@ class Explanation:
     """What a call runs on.
 
     Attributes:
-      op: the operation.
+      op: the operation, or "gradient of" it.
       platform: "cpu" or "cuda".
       kernel: "cpu (avx512)", "sm90", "sm80", ...; None where there is no kernel.
       reason: why there is none, or why the fastest path is refused; empty otherwise.
@@ -34,11 +38,21 @@ class Explanation:
         return "; ".join(parts)
 
 
-# What an H200 is, for explanations where there is no GPU.
-_H200 = {"major": 9, "minor": 0, "sm_count": 132, "shared_memory_per_block": 232448}
+# What GPUs are, for explanations where there is none.
+H200 = {"major": 9, "minor": 0, "sm_count": 132, "shared_memory_per_block": 232448}
+A100 = {"major": 8, "minor": 0, "sm_count": 108, "shared_memory_per_block": 166912}
+
+_FUNCTIONS = {
+    "prefill": prefill, "decode": decode, "dot_product_attention": _nn.dot_product_attention,
+}  # fmt: skip
+# Primitive -> its custom call.
+_PRIMITIVES = {
+    "flash_prefill": "prefill", "flash_decode": "decode",
+    "flash_backward": "backward", "flash_backward_with_bias": "backward",
+}  # fmt: skip
 
 
-def explain(op, *operands, platform=None, **options) -> Explanation:
+def explain(op, *operands, platform=None, gradient=False, **options) -> Explanation:
     """Says which kernel `op(*operands, **options)` runs and why.
 
     Args:
@@ -46,72 +60,74 @@ def explain(op, *operands, platform=None, **options) -> Explanation:
       operands: arrays or jax.ShapeDtypeStruct, as the operation takes them.
       platform: "cpu" or "cuda"; that of the default device unless given. For "cuda" without a GPU the
         answer is that of an H200.
+      gradient: explain the backward pass instead, with gradients to every operand that has one.
       options: as the operation takes them.
 
     Raises:
       ValueError: an unknown operation or platform; and all that the operation itself raises.
     """
-    name = op if isinstance(op, str) else op.__name__
-    functions = {
-        "prefill": prefill, "decode": decode, "dot_product_attention": _nn.dot_product_attention,
-    }  # fmt: skip
-    if name not in functions:
-        raise ValueError(f"explain: op is unknown, got {op!r}; allowed are {tuple(functions)}")
     if platform is None:
         platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
     if platform not in ("cpu", "cuda"):
         raise ValueError(
             f"explain: platform is unknown, got {platform!r}; allowed are cpu and cuda"
         )
+    gpu = gpu_facts() if platform == "cuda" else None
+    return explain_on(gpu, op, operands, options, gradient)
+
+
+def explain_on(gpu: dict | None, op, operands, options, gradient=False) -> Explanation:
+    """`explain` for a GPU of which these facts are known, like H200; None: for the CPU."""
+    name = op if isinstance(op, str) else op.__name__
+    if name not in _FUNCTIONS:
+        raise ValueError(f"explain: op is unknown, got {op!r}; allowed are {tuple(_FUNCTIONS)}")
+    platform = "cpu" if gpu is None else "cuda"
+    answer = functools.partial(Explanation, f"gradient of {name}" if gradient else name, platform)
     if name == "dot_product_attention":
         everywhere, on_cuda = _reasons(*operands, **options)
-        reason = everywhere or (platform == "cuda" and on_cuda) or ""
+        reason = everywhere or (gpu and on_cuda) or ""
         if reason:
-            return Explanation(name, platform, "xla (jax.nn)", reason)
+            return answer("xla (jax.nn)", reason)
         options = {"implementation": "flash"} | options
-    equation = _call(functions[name], operands, options)
+    equation = _equation(_FUNCTIONS[name], operands, options, gradient)
     if equation is None:
-        return Explanation(name, platform, "xla (jax.nn)", "it was asked for")
-    if platform == "cpu":
-        return Explanation(name, platform, f"cpu ({_cpu.instruction_set()})")
+        return answer("xla (jax.nn)", "it was asked for")
+    if gpu is None:
+        return answer(f"cpu ({_cpu.instruction_set()})")
     try:
         cuda = _ffi.cuda()
     except NotImplementedError as e:
-        return Explanation(name, platform, None, str(e))
+        return answer(None, str(e))
     call_options = equation.params["options"]
     names = equation.params["names"]
     avals = [v.aval for v in equation.invars]
     size = call_options.sizes(names, avals)
     kernel, reason, details = cuda.explain(
-        "decode" if name == "decode" else "prefill",
+        _PRIMITIVES[equation.primitive.name],
         {
             "batch": size["b"], "q_len": size["t"], "kv_len": size["s"] * size.get("m", 1),
             "q_heads": size["n"], "kv_heads": size["k"], "head_dim": -(-size["h"] // 8) * 8,
             "value_dim": -(-size["v"] // 8) * 8,
         },
         {x: str(a.dtype) for x, a in zip(names, avals, strict=True)},
-        {
-            "layout": call_options.layout, "scale": call_options.scale,
-            "softcap": call_options.softcap, "window_left": call_options.window_left,
-            "window_right": call_options.window_right, "bottom_right": call_options.bottom_right,
-            "num_splits": call_options.num_splits, "batch_invariant": call_options.batch_invariant,
-        },
-        _device_facts(),
+        dataclasses.asdict(call_options),
+        gpu,
     )  # fmt: skip
     if size["h"] % 8 or size["v"] % 8:
         details += "; the head dims are padded to multiples of 8, which copies the operands"
-    return Explanation(name, platform, kernel or None, reason, details)
+    return answer(kernel or None, reason, details)
 
 
-def _device_facts() -> dict:
+def gpu_facts() -> dict:
+    """Those of the default device; of an H200 where that is a CPU."""
     if jax.default_backend() == "cpu":
-        return _H200
+        return H200
     device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", "9.0")).split(".")
-    return _H200 | {
+    return H200 | {
         "major": int(capability[0]),
         "minor": int(capability[1]),
-        "sm_count": int(getattr(device, "core_count", _H200["sm_count"])),
+        "sm_count": int(getattr(device, "core_count", H200["sm_count"])),
     }
 
 
@@ -125,12 +141,20 @@ def _reasons(query, key, value, bias=None, mask=None, **options):
     )
 
 
-def _call(function, operands, options):
-    """The equation of our primitive in the call's jaxpr; None if there is none."""
-    arrays = {k: v for k, v in options.items() if hasattr(v, "shape") and hasattr(v, "dtype")}
-    static = {k: v for k, v in options.items() if k not in arrays}
-    jaxpr = jax.make_jaxpr(lambda xs, named: function(*xs, **named, **static))(operands, arrays)
-    for equation in jaxpr.jaxpr.eqns:
-        if equation.primitive.name in ("flash_prefill", "flash_decode"):
-            return equation
-    return None
+def _equation(function, operands, options, gradient):
+    """Where the call, or its gradient, binds a primitive of ours; None if it does not."""
+    named = inspect.signature(function).bind(*operands, **options).arguments
+    arrays = {n: x for n, x in named.items() if hasattr(x, "shape") and hasattr(x, "dtype")}
+    static = {n: x for n, x in named.items() if n not in arrays}
+
+    def call(arrays):
+        return function(**arrays, **static)
+
+    def pull_back(arrays):
+        moving = {n: x for n, x in arrays.items() if n in DIFFERENTIABLE}
+        out, pull = jax.vjp(lambda moving: call(arrays | moving), moving)
+        return pull(jax.tree.map(jnp.ones_like, out))
+
+    jaxpr = jax.make_jaxpr(pull_back if gradient else call)(arrays)
+    ours = [e for e in jaxpr.jaxpr.eqns if e.primitive.name in _PRIMITIVES]
+    return ours[-1] if ours else None

@@ -4,6 +4,11 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flashattn
+from jax_flashattn import _explain, _ffi
+
+needs_cuda_kernels = pytest.mark.skipif(
+    _ffi.cuda_problem is not None, reason="this build has no CUDA kernels"
+)
 
 OPERANDS = dict(
     prefill=dict(
@@ -26,6 +31,43 @@ def test_says_which_kernel(platform, op):
     text = str(jax_flashattn.explain(op, *OPERANDS[op].values()))
     assert op in text
     assert platform.name in text.lower() or "sm" in text
+
+
+@pytest.mark.parametrize("op", ["prefill", "dot_product_attention"])
+def test_says_which_kernel_the_gradient_runs(platform, op):
+    text = str(jax_flashattn.explain(op, *OPERANDS[op].values(), gradient=True))
+    assert f"gradient of {op}" in text
+    assert platform.name in text.lower() or "sm" in text
+
+
+def test_decode_has_no_gradient(platform):
+    with pytest.raises(NotImplementedError, match="decode: has no derivative"):
+        jax_flashattn.explain("decode", *OPERANDS["decode"].values(), gradient=True)
+
+
+def gradient_on(gpu, operands=OPERANDS["prefill"], **options):
+    return _explain.explain_on(gpu, "prefill", (), operands | options, gradient=True)
+
+
+@needs_cuda_kernels
+def test_gradient_on_hopper():
+    """The Hopper kernels, one or two by determinism and head dim; the generic one with a reason."""
+    together, apart = "dK, dV and dQ in one kernel", "dQ in another"
+    wide = {n: jnp.zeros((*x.shape[:3], 256), x.dtype) for n, x in OPERANDS["prefill"].items()}
+    for answer, kernels in (
+        (gradient_on(_explain.H200), together),
+        (gradient_on(_explain.H200, deterministic=True), apart),
+        (gradient_on(_explain.H200, wide), apart),
+    ):
+        assert answer.kernel == "sm90" and kernels in answer.details and not answer.reason
+    capped = gradient_on(_explain.H200, logit_softcap=9.0)
+    assert capped.kernel == "sm80" and "soft cap" in capped.reason
+
+
+@needs_cuda_kernels
+def test_gradient_elsewhere():
+    answer = gradient_on(_explain.A100)
+    assert answer.kernel == "sm80" and not answer.reason
 
 
 def test_unknown_operation(platform):

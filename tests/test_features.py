@@ -1,5 +1,6 @@
-"""Windows, soft cap, sinks, ALiBi, bias, masks, segments: alone and combined, both directions."""
+"""Every feature in every direction, what is peculiar to one of them, and several combined."""
 
+import contextlib
 import functools
 
 import jax
@@ -7,11 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import truth
-from calls import check_gradients, check_prefill, gradients, prefill, xla_prefill
+from calls import (
+    check_decode,
+    check_gradients,
+    check_prefill,
+    decode,
+    gradients,
+    precision,
+    prefill,
+    xla_prefill,
+)
 from cases import Case, make_cotangents, make_inputs
 from check import check, check_lse, check_same
+from features import DIRECTIONS, FEATURES, GROUPS, PAGE, page
 
 import jax_flashattn
+from jax_flashattn import _explain, _ffi
 
 BASE = Case(q_len=97, head_dim=32)
 
@@ -21,27 +33,59 @@ def both(platform, case):
     check_gradients(platform, case)
 
 
-@pytest.mark.parametrize(
-    "window",
-    [0, 1, 16, 64, 1000, (5, None), (None, 7), (0, 0), (70, 3), (3, 70), (None, None)],
-    ids=str,
+CALLS = [
+    pytest.param(direction, feature, case, id=f"{direction}-{feature.name}-{case}")
+    for feature in FEATURES
+    for direction in DIRECTIONS
+    for case in feature.calls(direction)
+]
+
+
+@pytest.mark.parametrize("direction,feature,case", CALLS)
+def test_feature(platform, direction, feature, case):
+    """What docs/features.md says: a right answer, or a refusal where explain has no kernel."""
+    gpu = None if platform.name == "cpu" else _explain.gpu_facts()
+    checks = dict(forward=check_prefill, gradients=check_gradients, decode=check_decode)
+    with precision(case):
+        if feature.explain(direction, case, gpu).kernel is not None:
+            checks[direction](platform, case, **feature.extra)
+            return
+        with pytest.raises(NotImplementedError):
+            call_once(direction, feature.on(gpu, case), feature.extra)
+
+
+def call_once(direction, case, extra):
+    arrays = make_inputs(case)
+    if direction == "gradients":
+        call = functools.partial(jax_flashattn.prefill, return_lse=True, **case.options(), **extra)
+        return gradients(call, arrays, *make_cotangents(case))
+    return (decode if direction == "decode" else prefill)(case, arrays, **extra)
+
+
+needs_cuda_kernels = pytest.mark.skipif(
+    _ffi.cuda_problem is not None, reason="this build has no CUDA kernels"
 )
-@pytest.mark.parametrize("causal", [True, False])
-def test_windows(platform, window, causal):
-    both(platform, BASE.replace(window=window, causal=causal))
 
 
-@pytest.mark.parametrize("window", [(30, 10), 64])
-@pytest.mark.parametrize("q_len,kv_len", [(65, 200), (200, 65)])
-@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
-def test_windows_with_cross_lengths(platform, window, q_len, kv_len, alignment):
-    lengths = dict(q_len=q_len, kv_len=kv_len, kv_lengths=(kv_len, kv_len // 2))
-    both(platform, BASE.replace(window=window, causal=False, alignment=alignment, **lengths))
+@needs_cuda_kernels
+def test_page():
+    assert PAGE.read_text() == page(), "docs/features.md is out of date: python tests/features.py"
 
 
-def test_window_leaves_rows_empty(platform):
-    """Top-left windows of queries past the keys see nothing."""
-    both(platform, BASE.replace(kv_len=20, window=(4, 4), alignment="top_left", causal=False))
+@needs_cuda_kernels
+@pytest.mark.parametrize("feature", (*GROUPS["Shapes"], *GROUPS["Dtypes"]), ids=str)
+@pytest.mark.parametrize("op,direction", [("prefill", "forward"), ("decode", "decode")])
+def test_refused_where_explain_has_no_kernel(op, direction, feature):
+    """Lowering for CUDA takes no GPU."""
+    for case in feature.calls(direction):
+        call = functools.partial(getattr(jax_flashattn, op), **case.options())
+        refusal = contextlib.nullcontext()
+        if feature.explain(direction, case, _explain.H200).kernel is None:
+            refusal = pytest.raises(NotImplementedError, match=op)
+        with precision(case):
+            traced = jax.jit(call).trace(**make_inputs(feature.on(_explain.H200, case)))
+            with refusal:
+                traced.lower(lowering_platforms=("cuda",))
 
 
 def test_window_does_not_read_other_tiles(platform):
@@ -52,18 +96,6 @@ def test_window_does_not_read_other_tiles(platform):
     out, _ = prefill(case, arrays)
     assert jnp.isfinite(out[0, 84:]).all()
     assert jnp.isnan(out[0, :64]).all()
-
-
-@pytest.mark.parametrize("softcap", [0.5, 20.0, 50.0])
-@pytest.mark.parametrize("scale", [None, 3.0])
-def test_softcap(platform, softcap, scale):
-    both(platform, BASE.replace(softcap=softcap, scale=scale))
-
-
-@pytest.mark.parametrize("kv_lengths", [None, (0, 60)])
-@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
-def test_sinks(platform, kv_lengths, layout):
-    both(platform, BASE.replace(sinks=True, kv_lengths=kv_lengths, layout=layout))
 
 
 @pytest.mark.parametrize("size", [-200.0, 200.0, -np.inf])
@@ -79,20 +111,6 @@ def test_extreme_sinks(platform, size):
     if size < 0:
         del arrays["sinks"]
         check(out, truth.attention(**arrays)[0], prefill(case.replace(sinks=False), arrays)[0])
-
-
-@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_alibi(platform, causal, alignment):
-    case = BASE.replace(alibi=True, causal=causal, alignment=alignment, kv_len=130)
-    both(platform, case)
-    both(platform, case.replace(kv_lengths=(130, 50), q_lengths=(60, 97)))
-
-
-@pytest.mark.parametrize("bias", ["BNTS", "_NTS", "B_TS", "__TS", "B__S", "___S", "BN_S", "BNT_"])
-@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
-def test_bias(platform, bias, layout):
-    both(platform, BASE.replace(bias=bias, layout=layout))
 
 
 def test_bias_of_one_number(platform):
@@ -142,12 +160,6 @@ def test_minus_infinity_in_a_bias_is_a_mask(platform):
         assert jnp.isfinite(grad).all(), name
 
 
-@pytest.mark.parametrize("mask", ["BNTS", "_NTS", "__TS", "B__S", "___S", "BN_S", "B_T_"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_mask(platform, mask, causal):
-    both(platform, BASE.replace(mask=mask, causal=causal))
-
-
 def test_masks_that_hide_everything_or_nothing(platform):
     case = platform.fit(BASE.replace(mask="__TS"))
     arrays = make_inputs(case, poison=False)
@@ -176,12 +188,6 @@ def test_masked_tiles(platform):
     check_lse(lse, true_lse)
 
 
-@pytest.mark.parametrize("segments", [1, 2, 5, 60])
-@pytest.mark.parametrize("causal", [True, False])
-def test_segments(platform, segments, causal):
-    both(platform, BASE.replace(segments=segments, causal=causal))
-
-
 def test_segments_in_any_order(platform):
     """Ids need not be sorted, small or positive, and some match no key."""
     case = platform.fit(BASE.replace(segments=3, causal=False, kv_len=130))
@@ -195,23 +201,6 @@ def test_segments_in_any_order(platform):
     assert np.isneginf(true_lse).any()
     check(out, true_out, xla_prefill(case, arrays))
     check_lse(lse, true_lse)
-
-
-def test_packed_documents_equal_separate_calls(platform):
-    """Segments are what keeps packed documents apart: each is as if it were alone."""
-    lengths = (1, 40, 17, 0, 64, 8)
-    case = platform.fit(BASE.replace(batch=1, q_len=sum(lengths), segments=1))
-    arrays = make_inputs(case, poison=False)
-    ids = np.repeat(np.arange(len(lengths)), lengths)[None].astype(np.int32)
-    arrays["query_segment_ids"] = arrays["key_value_segment_ids"] = ids
-    out, lse = prefill(case, arrays)
-    for document in range(len(lengths)):
-        mine = ids[0] == document
-        alone = {n: arrays[n][:, mine] for n in ("query", "key", "value")}
-        true_out, true_lse = truth.attention(**alone)
-        if mine.any():
-            check(out[:, mine], true_out, xla_prefill(case, alone))
-            check_lse(lse[:, mine], true_lse)
 
 
 COMBINED = [

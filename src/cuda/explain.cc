@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "backward_plan.h"
 #include "decode_plan.h"
 #include "instances.h"
 #include "launch.h"
@@ -19,6 +20,19 @@ int compiled_head_dim(std::integer_sequence<int, Dims...>, int wanted) {
 }
 
 std::string number(int64_t n) { return std::to_string(n); }
+
+std::string describe_backward_sm90(const BackwardParams& params) {
+  const int head_dim = backward_head_dim_sm90(params.forward.problem.head_dim);
+  const std::string suffix = ", head dim " + number(head_dim) + ": ";
+  if (backward_accumulates_dq(head_dim, params.deterministic)) {
+    return "dK, dV and dQ in one kernel, " + number(backward_tile_sm90(head_dim).rows) +
+           " queries a step" + suffix + "5 products instead of 7, dQ is added up in fp32";
+  }
+  return "dK and dV in one kernel, dQ in another, " + number(backward_dq_tile_sm90(head_dim).keys) +
+         " keys a step" + suffix +
+         (params.deterministic ? "deterministic, nothing is added across blocks"
+                               : "above 128, L2 could not add up dQ fast enough");
+}
 
 }  // namespace
 
@@ -40,6 +54,17 @@ Explained explain_prefill(const PrefillParams& params, const Device& device) {
   return {"sm80", choice.reason,
           "tile " + number(tile.block_q) + "x" + number(kPrefillBlockKv) + ", head dim " +
               number(head_dim) + ", " + number(tile.warps) + " warps"};
+}
+
+Explained explain_backward(const BackwardParams& params, const Device& device) {
+  const Choice choice = choose_backward(params, device);
+  if (choice.path == Choice::kNone) return {"", choice.reason, ""};
+  if (choice.path == Choice::kSm90) return {"sm90", "", describe_backward_sm90(params)};
+  const Problem& problem = params.forward.problem;
+  const int head_dim = compiled_head_dim(HeadDims{}, std::max(problem.head_dim, problem.value_dim));
+  return {"sm80", choice.reason,
+          "dK and dV in one kernel, dQ in another, head dim " + number(head_dim) +
+              ": deterministic, nothing is added across blocks"};
 }
 
 Explained explain_decode(const DecodeParams& params, const Device& device) {

@@ -12,10 +12,11 @@ namespace flashattn {
 struct Explained {
   std::string kernel;   // "sm90", "sm80", "" where there is none
   std::string reason;   // why there is none, or why it is not the fastest path
-  std::string details;  // tiles, splits
+  std::string details;  // kernels, tiles, splits
 };
 
 Explained explain_prefill(const PrefillParams& params, const Device& device);
+Explained explain_backward(const BackwardParams& params, const Device& device);
 Explained explain_decode(const DecodeParams& params, const Device& device);
 
 }  // namespace flashattn

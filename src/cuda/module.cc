@@ -110,14 +110,13 @@ Strided contiguous(bool heads_first, int batch, int length, int heads, int dim) 
   return s;
 }
 
-// (kernel, reason, details) of explain.h
+// (kernel, reason, details) of explain.h; op is "prefill", "backward" or "decode".
 nb::tuple explain(const std::string& op, nb::dict sizes, nb::dict dtypes, nb::dict options,
                   nb::dict facts) {
   auto size = [&](const char* key) { return nb::cast<int>(sizes[key]); };
   auto fact = [&](const char* key) { return nb::cast<int>(facts[key]); };
   const Device device{0, fact("major"), fact("minor"), fact("sm_count"),
                       fact("shared_memory_per_block")};
-  const bool decodes = op == "decode";
   auto dtype = [&](const char* operand) {
     return dtype_named(nb::cast<std::string>(dtypes[operand])).value_or(DType::kF64);
   };
@@ -139,7 +138,7 @@ nb::tuple explain(const std::string& op, nb::dict sizes, nb::dict dtypes, nb::di
     return static_cast<void*>(dtypes.contains(operand) ? somewhere : nullptr);
   };
   Explained answer;
-  if (decodes) {
+  if (op == "decode") {
     DecodeParams p{};
     p.problem = problem;
     p.scores = scores;
@@ -151,7 +150,8 @@ nb::tuple explain(const std::string& op, nb::dict sizes, nb::dict dtypes, nb::di
     p.batch_invariant = nb::cast<bool>(options["batch_invariant"]);
     answer = explain_decode(p, device);
   } else {
-    PrefillParams p{};
+    BackwardParams gradients{};
+    PrefillParams& p = gradients.forward;
     p.problem = problem;
     p.scores = scores;
     p.q = queries(problem.head_dim), p.o = queries(problem.value_dim);
@@ -161,7 +161,9 @@ nb::tuple explain(const std::string& op, nb::dict sizes, nb::dict dtypes, nb::di
     p.features.mask.data = given("mask");
     p.features.query_segments.data = static_cast<int32_t*>(given("query_segment_ids"));
     p.features.sinks.data = static_cast<float*>(given("sinks"));
-    answer = explain_prefill(p, device);
+    gradients.dout = p.o, gradients.dq = p.q, gradients.dk = p.k, gradients.dv = p.v;
+    gradients.deterministic = nb::cast<bool>(options["deterministic"]);
+    answer = op == "backward" ? explain_backward(gradients, device) : explain_prefill(p, device);
   }
   return nb::make_tuple(answer.kernel, answer.reason, answer.details);
 }
