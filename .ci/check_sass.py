@@ -1,8 +1,9 @@
-"""Checks the Hopper prefill kernels' machine code: what the compiler may undo without a word.
+"""Checks the kernels' machine code: what the compiler may undo without a word.
 
-The exponentials of a block must stand between the wait for its scores and the wait for the previous
-block's product, so that they run under that product; ptxas hoists the second wait above them unless a
-branch lies between (docs/kernels/prefill_sm90.md).
+No kernel for any architecture may keep anything in local memory. In the Hopper prefill the exponentials
+of a block must stand between the wait for its scores and the wait for the previous block's product, so
+that they run under that product; ptxas hoists the second wait above them unless a branch lies between
+(docs/kernels/prefill_sm90.md).
 """
 
 import pathlib
@@ -13,6 +14,9 @@ import sysconfig
 import tempfile
 
 import jax_flashattn._cuda
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
+import build  # noqa: E402
 
 TOOLS = pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin")
 
@@ -49,7 +53,13 @@ def exponentials_between_waits(instructions) -> int:
 
 
 def main() -> None:
-    checked, problems = 0, []
+    compiled = build.resources(pathlib.Path(jax_flashattn._cuda.__file__))
+    problems = [
+        f"{kernel['symbol']} ({kernel['architecture']}): {kernel['local']} bytes of local memory"
+        for kernel in compiled
+        if kernel["local"]
+    ]
+    checked = 0
     with tempfile.TemporaryDirectory() as folder:
         for cubin in cubins(jax_flashattn._cuda.__file__, folder):
             for name, instructions in functions(cubin):
@@ -62,7 +72,7 @@ def main() -> None:
                 between = exponentials_between_waits(instructions)
                 if between < 32:
                     problems.append(f"{name}: {between} exponentials between the two waits")
-    print(f"{checked} Hopper prefill kernels checked")
+    print(f"{len(compiled)} kernels, {checked} of them Hopper prefill kernels, checked")
     if problems or not checked:
         sys.exit("\n".join(problems) or "no Hopper prefill kernel with wgmma was found")
 

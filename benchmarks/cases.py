@@ -205,6 +205,16 @@ def numerics_cases() -> list[Case]:
     ]
 
 
+def cpu_numerics_cases() -> list[Case]:
+    """As many keys, but few queries: the rows that are looked at, and no more, need computing."""
+    lengths = (1024, 4096, 16384, 65536, 262144, 1048576)
+    return [
+        Case("prefill", 1, 128, length, 1, 1, 128, dtype)
+        for dtype in ("float32", "bfloat16")
+        for length in lengths
+    ]
+
+
 def cpu_cases() -> list[Case]:
     shapes = ((1, 1024, 8, 8, 64), (1, 4096, 8, 8, 64), (1, 4096, 32, 8, 128))
     forward = [
@@ -219,8 +229,15 @@ def cpu_cases() -> list[Case]:
 
 def smoke_cases(benchmark: str) -> list[Case]:
     """Small enough for any machine: they try the harness, not the kernels."""
-    if benchmark.startswith("decode"):
-        return [_decode(2, 256, 8, 2, 64), _decode(1, 128, 4, 4, 64, features=(("page", 16),))]
+    decode = [_decode(2, 256, 8, 2, 64), _decode(1, 128, 4, 4, 64, features=(("page", 16),))]
+    if benchmark == "decode":
+        return decode
+    if benchmark == "decode_variants":
+        return [
+            _decode(2, 256, 8, 2, 64, "float16"),
+            _decode(2, 256, 8, 2, 64, features=(("layout", "BNTH"),)),
+            _decode(2, 256, 8, 2, 64, features=(("lengths", "random"),)),
+        ]
     cases = [
         _prefill(1, 128, 4, 2, 64),
         _prefill(2, 96, 2, 2, 64, "float32", causal=False),
@@ -232,6 +249,9 @@ def smoke_cases(benchmark: str) -> list[Case]:
             _prefill(1, 128, 4, 2, 64, features=((name, value),))
             for name, value in zip(names, values, strict=True)
         ]
+        caches = (("window", 64), ("cache", "float8_e4m3fn"), ("cache", "int8"))
+        cases += [*decode, *(_decode(2, 256, 8, 2, 64, features=(cache,)) for cache in caches)]
+        cases.append(_decode(2, 256, 8, 2, 64, tokens=4))
     if benchmark == "backward":
         cases = [dataclasses.replace(case, benchmark="backward") for case in cases]
     return cases
@@ -245,6 +265,7 @@ CASES = {
     "features": feature_cases,
     "numerics": numerics_cases,
     "cpu": cpu_cases,
+    "cpu_numerics": cpu_numerics_cases,
 }
 
 

@@ -35,6 +35,7 @@ TABLES = {
     "decode variants": ("decode_variants", tables.decode),
     "features": ("features", tables.features),
     "numerics": ("numerics", tables.errors),
+    "cpu numerics": ("cpu_numerics", tables.errors),
     "prefill errors": ("prefill", tables.errors),
     "backward errors": ("backward", tables.errors),
     "decode errors": ("decode", tables.errors),
@@ -43,6 +44,12 @@ TABLES = {
     "backward roofline": ("backward", tables.roofline),
     "decode roofline": ("decode", tables.roofline),
     "cpu": ("cpu", tables.cpu),
+}
+# Made from benchmarks/results/build.json.
+BUILD_TABLES = {
+    "build": tables.build,
+    "kernels": tables.kernels,
+    "decode plans": tables.decode_plans,
 }
 FIGURES_OF = {
     "prefill": ("prefill", plots.throughput),
@@ -60,6 +67,10 @@ class Report:
     def __init__(self, results: pathlib.Path = DIRECTORY):
         directories = sorted(path for path in results.glob("*") if path.is_dir())
         self.devices = {path.name: load(path) for path in directories}
+        self.build = load(results).get("build")
+        for files in self.devices.values():
+            for result in files.values():
+                result["build"] = self.build
 
     def rewrite(self, text: str, document: pathlib.Path) -> str:
         """The document with everything between its markers made anew."""
@@ -89,13 +100,18 @@ class Report:
     def _table(self, name: str, document: pathlib.Path) -> list[str]:
         if name == "summary":
             return self._summary()
+        if name in BUILD_TABLES:
+            lines = BUILD_TABLES[name](self.build) if self.build else []
+            return lines or [_missing("build.py")]
         if name not in TABLES:
             raise SystemExit(f"{document}: there is no table {name!r}, only {', '.join(TABLES)}")
         benchmark, make = TABLES[name]
         lines = []
         for _, result in self._results(benchmark):
             lines += [tables.caption(result), "", *make(result), ""]
-        return lines or [_missing(benchmark)]
+        if not lines and make is tables.naive:  # the bytes need no GPU
+            lines = [*make({"rows": []}), ""]
+        return lines or [_missing(f"run.py {benchmark}")]
 
     def _summary(self) -> list[str]:
         lines = []
@@ -105,7 +121,7 @@ class Report:
             if rows:
                 name = next(result for result in found if result)["meta"]["device"]
                 lines += [f"{name}:", "", *tables.SUMMARY_HEAD, *rows, ""]
-        return lines or [_missing("prefill")]
+        return lines or [_missing("run.py prefill")]
 
     def _figure(self, name: str, document: pathlib.Path) -> list[str]:
         if name not in FIGURES_OF:
@@ -115,11 +131,11 @@ class Report:
         for device, result in self._results(benchmark):
             path = os.path.relpath(FIGURES / f"{name}-{device}.svg", document.parent)
             lines.append(f"![{name} on {result['meta']['device']}]({path})")
-        return lines or [_missing(benchmark)]
+        return lines or [_missing(f"run.py {benchmark}")]
 
 
-def _missing(benchmark: str) -> str:
-    return f"No results yet: `python benchmarks/run.py {benchmark}`, then this report again."
+def _missing(command: str) -> str:
+    return f"No results yet: `python benchmarks/{command}`, then this report again."
 
 
 def documents() -> list[pathlib.Path]:

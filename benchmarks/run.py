@@ -1,7 +1,8 @@
 """Measures attention on the device at hand, ours beside every peer, in one process.
 
-    python benchmarks/run.py prefill|backward|decode|decode_variants|features|numerics|cpu [options]
+    python benchmarks/run.py BENCHMARK [options]
 
+BENCHMARK: prefill, backward, decode, decode_variants, features, numerics, cpu or cpu_numerics.
 Every result is checked against float64 before it is timed. A complete run goes to
 benchmarks/results/<device>/<benchmark>.json, from which report.py makes tables and plots; a part of
 one (--case, --peers, --smoke) to build/benchmarks/<device>/. Ctrl-C keeps what is done.
@@ -10,6 +11,7 @@ one (--case, --peers, --smoke) to build/benchmarks/<device>/. Ctrl-C keeps what 
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import sys
 import time
@@ -58,13 +60,15 @@ def make_job(options: argparse.Namespace) -> worker.Job:
         chosen = [case for case in chosen if any(part in case.name for part in options.case)]
     if not chosen:
         sys.exit(f"no case of {options.benchmark} contains {' or '.join(options.case)}")
+    on_cpu = options.benchmark.startswith("cpu")
+    peers = names.select("xla" if on_cpu and options.peers == "default" else options.peers)
     return worker.Job(
         benchmark=options.benchmark,
         cases=chosen,
-        implementations=["flash", *names.select(options.peers)],
+        implementations=["flash", *peers],
         rounds=options.rounds,
         deadline=time.time() + options.seconds,
-        ceilings=options.benchmark not in ("numerics", "cpu"),
+        ceilings=not on_cpu and options.benchmark != "numerics",
     )
 
 
@@ -137,6 +141,8 @@ def summary(case: str, rows: list[dict]) -> str:
 
 def main():
     options = parse()
+    if options.benchmark.startswith("cpu"):
+        os.environ["JAX_PLATFORMS"] = "cpu"
     job = make_job(options)
     sampler = environment.GpuSampler()
     recorder = Recorder(options, job, sampler)

@@ -96,6 +96,8 @@ def _lose(job: worker.Job, process: Worker, attempts) -> Iterator[dict]:
     attempts[name] += 1
     repeated = (name, implementation) in job.skip
     job.skip[name, implementation] = process.reason
+    if implementation == worker.COMPILATION:  # the next attempt, one by one, shows whose it was
+        return
     case = next((case for case in job.cases if case.name == name), None)
     if case is None:
         return

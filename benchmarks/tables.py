@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+from cases import feature_cases
 from names import PEERS
 
 OURS = "flash"
 EXPONENTIALS_PER_CLOCK = 16  # of one multiprocessor
+SHARED_BYTES_PER_CLOCK = 128
 
 
 def caption(result: dict) -> str:
@@ -17,9 +19,11 @@ def caption(result: dict) -> str:
         if meta.get(name):
             parts.append(f"{'CUDA' if name == 'cuda' else name} {meta[name]}")
     parts.append(f"{meta.get('date')}, commit {meta.get('commit')}")
-    spread = max((row.get("spread", 0) for row in rows), default=0)
-    text = f"{'; '.join(parts)}. Medians, {meta.get('timer', 'not timed')}"
-    text += f"; the quartiles of a row lie at most {100 * spread:.0f} % apart." if spread else "."
+    text = f"{'; '.join(parts)}."
+    if any(row.get("us") for row in rows):
+        spread = max(row.get("spread", 0) for row in rows)
+        apart = f"; the quartiles of a row lie at most {100 * spread:.0f} % apart" if spread else ""
+        text += f" Medians, {meta.get('timer', '?')}{apart}."
     if ceilings := meta.get("ceilings"):
         text += (
             f" Ceilings of the same run: 8192 matrix product {ceilings['matmul_bf16_tflops']:.0f} "
@@ -78,22 +82,26 @@ def errors(result: dict) -> list[str]:
     lines = [_line(["shape", *names, "bound"]), _rule(len(names) + 2)]
     for case, rows in _by_case(result).items():
         cells = [_error(rows.get(name)) for name in names]
+        if not rows.get(OURS, {}).get("within_bound", True):
+            cells[0] += " (inexact)"
         lines.append(_line([case, *cells, _error(rows.get(OURS), "error_bound")]))
     return lines
 
 
 def naive(result: dict) -> list[str]:
     """Beside the attention that writes its scores to memory."""
-    lines = [_line(["T", "scores", "XLA, us", "ours, us", "XLA / ours"]), _rule(5)]
-    for rows in _by_case(result).values():
-        row = rows.get(OURS, {})
-        if (row.get("N"), row.get("H"), row.get("dtype")) != (12, 64, "float16"):
+    head = ["T", "scores", "what ours reads and writes", "XLA, us", "ours, us", "XLA / ours"]
+    lines = [_line(head), _rule(len(head))]
+    measured = _by_case(result)
+    for case in feature_cases():
+        if (case.N, case.H, case.dtype) != (12, 64, "float16"):
             continue
-        size = 4 * row["B"] * row["N"] * row["T"] * row["S"] / 2**20
-        xla, ours = rows.get("xla", {}).get("us"), row.get("us")
-        ratio = f"{xla / ours:.1f}" if xla and ours else "-"
+        rows = measured.get(case.name, {})
+        xla, ours = rows.get("xla", {}).get("us"), rows.get(OURS, {}).get("us")
+        sizes = [f"{size / 2**20:,.1f} MiB" for size in (case.score_bytes, case.bytes)]
         cells = [f"{xla:.1f}" if xla else "-", f"{ours:.1f}" if ours else "-"]
-        lines.append(_line([str(row["T"]), f"{size:,.0f} MiB", *cells, ratio]))
+        ratio = f"{xla / ours:.1f}" if xla and ours else "-"
+        lines.append(_line([str(case.T), *sizes, *cells, ratio]))
     return lines
 
 
@@ -102,7 +110,8 @@ def roofline(result: dict) -> list[str]:
     meta, ceilings = result["meta"], result["meta"].get("ceilings")
     if not ceilings or not meta.get("processors"):
         return []
-    head = ["shape", "matrix units, us", "exponentials, us", "memory, us", "measured, us", "share"]
+    units = ("matrix units", "exponentials", "shared memory", "memory")
+    head = ["shape", *(f"{unit}, us" for unit in units), "measured, us", "share"]
     lines = [_line(head), _rule(len(head))]
     for case, rows in _by_case(result).items():
         row = rows.get(OURS, {})
@@ -116,13 +125,31 @@ def roofline(result: dict) -> list[str]:
         scores = flops / (2 * row["H"] * products)
         exponentials = scores * (2 if backward else 1)
         clock = row.get("sm_mhz") or 0
-        rate = meta["processors"] * EXPONENTIALS_PER_CLOCK * clock
-        times.append(exponentials / rate if rate else float("nan"))
+        clocks = meta["processors"] * clock
+        times.append(exponentials / (EXPONENTIALS_PER_CLOCK * clocks) if clocks else None)
+        shared = _shared_memory_bytes(row, scores, size, result.get("build"))
+        times.append(shared / (SHARED_BYTES_PER_CLOCK * clocks) if clocks and shared else None)
         times.append(size / ceilings["read_tbps"] / 1e6)
-        limit = max(time for time in times if not math.isnan(time))
-        cells = [f"{time:.1f}" for time in (*times, row["us"])]
+        limit = max(time for time in times if time is not None)
+        cells = ["-" if time is None else f"{time:.1f}" for time in (*times, row["us"])]
         lines.append(_line([case, *cells, f"{100 * limit / row['us']:.0f} %"]))
     return lines
+
+
+def _shared_memory_bytes(row: dict, scores: float, size: float, build: dict | None):
+    """What must pass between shared memory and the rest of the SM; None where there is no model.
+
+    Decode: the cache, in and out. The Hopper forward: every 64 query rows read the K and the V of
+    their tile and, for each tile, their Q; a tile of rows fills K and V in once.
+    """
+    if row["operation"] == "decode":
+        return 2 * size
+    tiles = build["prefill_tiles"] if build and row["operation"] == "prefill" else []
+    for tile in tiles:
+        if (tile["head_dim"], tile["causal"]) == (row["H"], row["causal"]):
+            if row["T"] <= tile["max_q_len"]:
+                return scores * 2 * row["H"] * (1 / 32 + 1 / tile["keys"] + 2 / tile["rows"])
+    return None
 
 
 def cpu(result: dict) -> list[str]:
@@ -137,6 +164,74 @@ def cpu(result: dict) -> list[str]:
         cells += [f"{row['peak_mb']:.0f}" if row.get("us") else "-" for row in (ours, xla)]
         cells.append(f"{ours['max_error'] / ours['error_bound']:.2f}" if ours.get("us") else "-")
         lines.append(_line([case, operation, *cells]))
+    return lines
+
+
+# The build ----------------------------------------------------------------------------------------
+
+
+def build(result: dict) -> list[str]:
+    """The README's sentence on what a build costs."""
+    meta = result["meta"]
+    cost = meta["cost"]
+    if not cost:
+        return []
+    others = "; ".join(
+        f"{peer['package']} {peer['version']}: {peer['wheel_bytes'] / 1e6:.1f} MB"
+        for peer in meta["peers"]
+    )
+    return [
+        f"A clean build with CUDA {meta['cuda']} took {cost['processor_seconds'] / 60:.0f} minutes of "
+        f"processor time, {cost['seconds'] / 60:.0f} minutes on {cost['cores']} cores",
+        f"({cost['processor']}). The wheel is {cost['wheel_bytes'] / 1e6:.1f} MB ({others}).",
+    ]
+
+
+def kernels(result: dict) -> list[str]:
+    """A line for each kernel of the calls, a column for each compiled head dim."""
+    launches = [launch for launch in result["launches"] if launch["dynamic_shared"]]
+    head_dims = sorted({launch["head_dim"] for launch in launches})
+    lines: dict[tuple, dict] = {}
+    shown = set()
+    for launch in launches:
+        key = launch["symbol"], launch["head_dim"]
+        if key not in shown:
+            shown.add(key)
+            cells = lines.setdefault((launch["kernel"], launch["call"]), {})
+            cells[launch["head_dim"]] = _kernel_cell(launch)
+    table = [_line(["kernel", "call", *(f"H {n}" for n in head_dims)]), _rule(len(head_dims) + 2)]
+    operations = ("prefill", "backward", "decode")
+    for kernel, call in sorted(lines, key=lambda line: operations.index(line[1].split(",")[0])):
+        cells = lines[kernel, call]
+        table.append(_line([kernel, call, *(cells.get(n, "") for n in head_dims)]))
+    compiled, local = result["kernels"], sum(k["local"] > 0 for k in result["kernels"])
+    meta = result["meta"]
+    return [
+        f"CUDA {meta['cuda']}, commit {meta['commit']}: {len(compiled)} kernels, of which {local} keep "
+        "anything in local memory (spills). A cell: registers a thread, shared memory of a block, "
+        "blocks of threads an SM.",
+        "",
+        *table,
+    ]
+
+
+def _kernel_cell(launch: dict) -> str:
+    size, blocks = launch["shared"] / 1024, launch["blocks_per_sm"]
+    return f"{launch['registers']}, {size:.0f} KB, {blocks} x {launch['threads']}"
+
+
+def decode_plans(result: dict) -> list[str]:
+    lines = [_line(["shape", "kv heads", "splits", "blocks", "kernel", "because"]), _rule(6)]
+    for plan in result["decode_plans"]:
+        batch, length, heads, kv_heads, head_dim = plan["shape"]
+        pairs = batch * kv_heads
+        blocks = str(pairs * plan["splits"])
+        blocks += f" + {plan['extra_blocks'] * kv_heads}" if plan["extra_blocks"] else ""
+        shape = f"B{batch} S{length} N{heads} K{kv_heads} H{head_dim}"
+        kernel = "lean" if plan["lean"] else "general"
+        lines.append(
+            _line([shape, str(pairs), str(plan["splits"]), blocks, kernel, plan["reason"]])
+        )
     return lines
 
 

@@ -21,10 +21,12 @@ from inputs import COLD_BYTES
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """`start(i)` launches the call on the i-th copy of the inputs, `wait` waits for its end."""
+    """`start(i)` launches the call on the i-th copy of the inputs, `wait` waits for its end;
+    `compile()` does ahead, from any thread, what the first start would have to."""
 
     start: Callable
     wait: Callable = jax.block_until_ready
+    compile: Callable = lambda: None
 
     def __call__(self, copy: int = 0):
         return self.wait(self.start(copy))

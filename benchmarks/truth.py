@@ -65,8 +65,12 @@ def _forward_parts(inputs: Inputs) -> list[Part]:
 
 
 def _forward_part(inputs: Inputs, batch: int, head: int) -> Part:
-    case, rows = inputs.case, _sample_rows(inputs.case.T)
-    query, key, value = _one_head(inputs, batch, head, rows)
+    case = inputs.case
+    # Only within the query's length: what lies behind it is nobody's promise but ours.
+    rows = _sample_rows(min(case.T, case.lengths[batch]))
+    query, key, value = _one_head(
+        case, inputs.operands(0)[:3], _quantisation(inputs), batch, head, rows
+    )
     visible, bias = _visible_and_bias(inputs, batch, head, rows)
     sink = inputs.extra["sinks"][head] if "sinks" in inputs.extra else -math.inf
     features = {"softcap": case.feature("softcap"), "scale": case.H**-0.5}
@@ -75,10 +79,9 @@ def _forward_part(inputs: Inputs, batch: int, head: int) -> Part:
     narrow = _attend_in_jax(
         query, key, value, np.float32(bias), visible, np.float32(sink), **features
     )
-    heads_first = case.feature("layout") == "BNTH"
 
     def pick(out):
-        return to_numpy(out[batch, head] if heads_first else out[batch, :, head])[rows]
+        return to_numpy(_rows_of_head(case, out, batch, head, rows))
 
     return Part(pick, truth, to_numpy(narrow), case.dtype)
 
@@ -108,23 +111,41 @@ def _sample_rows(length: int) -> np.ndarray:
     return np.unique(np.concatenate([edges[edges < length], drawn]))
 
 
-def _one_head(inputs: Inputs, batch: int, head: int, rows: np.ndarray):
+def _quantisation(inputs: Inputs) -> dict:
+    names = ("page_table", "key_scale", "value_scale")
+    return {name: inputs.extra[name] for name in names if name in inputs.extra}
+
+
+# One compilation each for a case: batch, head and rows are arguments.
+@functools.partial(jax.jit, static_argnums=0)
+def _one_head(case, operands, extra, batch, head, rows):
     """Query (rows, H), key and value (S, H), unpaged and dequantised, in the case's dtype."""
-    case = inputs.case
-    query, key, value = inputs.operands(0)[:3]
+    query, key, value = operands
     kv_head = head * case.K // case.N
+    query = _rows_of_head(case, query, batch, head, rows)
     if case.feature("page"):
-        pages = inputs.extra["page_table"][batch]
+        pages = extra["page_table"][batch]
         key, value = (x[pages, :, kv_head].reshape(case.S, case.H) for x in (key, value))
-        query = query[batch, :, head]
     elif case.feature("layout") == "BNTH":
-        query, key, value = query[batch, head], key[batch, kv_head], value[batch, kv_head]
+        key, value = key[batch, kv_head], value[batch, kv_head]
     else:
-        query, key, value = query[batch, :, head], key[batch, :, kv_head], value[batch, :, kv_head]
+        key, value = key[batch, :, kv_head], value[batch, :, kv_head]
     if case.feature("cache"):
-        key = key.astype(case.dtype) * inputs.extra["key_scale"][kv_head].astype(case.dtype)
-        value = value.astype(case.dtype) * inputs.extra["value_scale"][kv_head].astype(case.dtype)
-    return query[rows], key, value
+        key = key.astype(case.dtype) * extra["key_scale"][kv_head].astype(case.dtype)
+        value = value.astype(case.dtype) * extra["value_scale"][kv_head].astype(case.dtype)
+    return query, key, value
+
+
+def _rows_of_head(case, x, batch, head, rows):
+    """(rows, H) of an array like the query; of JAX or torch."""
+    if not isinstance(x, jax.Array):
+        return x[batch, :, head][rows]
+    return _rows_of_head_in_jax(case.feature("layout") == "BNTH", x, batch, head, rows)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rows_of_head_in_jax(heads_first, x, batch, head, rows):
+    return x[batch, head, rows] if heads_first else x[batch, rows, head]
 
 
 def _visible_and_bias(inputs: Inputs, batch: int, head: int, rows: np.ndarray):

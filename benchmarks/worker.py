@@ -4,6 +4,8 @@ down, or hangs, the one who started it (supervise.py) knows which, and can go on
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -12,6 +14,8 @@ import signal
 import time
 
 from cases import Case
+
+COMPILATION = "compilation"  # stands for an implementation while all of them are compiled
 
 
 @dataclasses.dataclass
@@ -70,6 +74,7 @@ class Worker:
         return self._floor
 
     def run_case(self, case: Case):
+        import peers
         from inputs import Inputs
         from truth import Truth
 
@@ -85,43 +90,62 @@ class Worker:
                 self._gap(case, name, _reason(error))
             self.send("case done", case=case.name)
             return
-        calls, facts = {}, {}
+        variants, calls, facts = {}, {}, {}
         for name in self.job.implementations:
             if reason := self.job.skip.get((case.name, name)):
                 self._gap(case, name, reason)
                 continue
-            self._step(case, name)
-            try:
-                calls[name], facts[name] = self._prepare(name, inputs, truth, cold)
-            except Exception as error:
-                self._stop_if_broken(error)
-                self._gap(case, name, _reason(error))
-        if self.job.benchmark == "numerics":
+            with self._gap_on_failure(case, name):
+                variants[name] = peers.variants(name, inputs)
+        self._compile(case, variants)
+        for name in variants:
+            with self._gap_on_failure(case, name):
+                calls[name], facts[name] = self._choose(name, variants[name], truth, cold)
+        if self._times:
+            self._time(case, calls, facts, cold)
+        else:
             for name in calls:
                 self.send("row", row=case.describe() | {"impl": name} | facts[name])
-        else:
-            self._time(case, inputs, calls, facts, cold)
         self.send("case done", case=case.name)
-        del inputs, truth, calls
+        del inputs, truth, variants, calls
         _free_memory()
 
-    def _prepare(self, name, inputs, truth, cold):
+    @contextlib.contextmanager
+    def _gap_on_failure(self, case, name):
+        self._step(case, name)
+        try:
+            yield
+        except Exception as error:
+            self._stop_if_broken(error)
+            self._gap(case, name, _reason(error))
+
+    def _compile(self, case, variants):
+        """All at once: it takes most of the time of a run, and none of it is measured. What fails
+        here fails again, and is told, when it is called."""
+        if (case.name, COMPILATION) in self.job.skip:
+            return
+        self._step(case, COMPILATION)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            calls = [call for named in variants.values() for call in named.values()]
+            for _ in concurrent.futures.as_completed(pool.submit(call.compile) for call in calls):
+                self._step(case, COMPILATION)
+
+    def _choose(self, name, variants, truth, cold):
         """The fastest variant of an implementation among those that give the right result."""
-        import peers
+        from peers import Refused
 
         right, errors, reasons = {}, {}, []
-        for variant, call in peers.variants(name, inputs).items():
+        for variant, call in variants.items():
             try:
                 errors[variant] = truth.error(call())
-                right[variant] = call
-                if self.timer.cupti and not self.timer.cupti(call):
+                if self._times and self.timer.cupti and not self.timer.cupti(call):
                     raise RuntimeError("CUPTI saw no kernel of it")
+                right[variant] = call
             except Exception as error:
-                right.pop(variant, None)
                 reasons.append(_reason(error))
         if not right:
-            raise peers.Refused(reasons[0])
-        variant = self._fastest(right, cold)
+            raise Refused(reasons[0])
+        variant = self._fastest(right, cold) if self._times else next(iter(right))
         facts = {"max_error": errors[variant]}
         if name == "flash":
             facts |= {"error_bound": truth.bound, "within_bound": errors[variant] <= truth.bound}
@@ -129,13 +153,17 @@ class Worker:
             facts["variant"] = variant
         return right[variant], facts
 
+    @property
+    def _times(self) -> bool:
+        return "numerics" not in self.job.benchmark
+
     def _fastest(self, calls, cold) -> str:
-        if len(calls) == 1 or self.job.benchmark == "numerics":
+        if len(calls) == 1:
             return next(iter(calls))
         measured = self.timer.measure(calls, rounds=5, cold=cold)
         return min(calls, key=lambda variant: measured[variant].summary()["us"])
 
-    def _time(self, case, inputs, calls, facts, cold):
+    def _time(self, case, calls, facts, cold):
         self._step(case, "floor")
         try:
             floors = self.floor.calls(case.bytes)

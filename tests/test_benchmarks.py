@@ -1,10 +1,15 @@
 """The harness of benchmarks/: that it tells right from wrong, and says what is missing."""
 
+import collections
+import functools
 import json
 import pathlib
 import subprocess
 import sys
+import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,7 +21,9 @@ def harness(monkeypatch):
     """benchmarks/ is a directory of programs: its modules import each other by bare names, which
     are taken away again after the test."""
     before = set(sys.modules)
-    hidden = {name: sys.modules.pop(name) for name in ("cases", "truth") if name in sys.modules}
+    hidden = {
+        name: sys.modules.pop(name) for name in ("cases", "truth", "build") if name in sys.modules
+    }
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield __import__
     for name in set(sys.modules) - before:
@@ -49,6 +56,42 @@ def test_truth_finds_a_wrong_result(harness):
         truth.error(out.at[0, :, 0].multiply(1.1))
     with pytest.raises(ArithmeticError):
         truth.error(out.at[-1, -1, -1, 0].set(np.nan))
+
+
+def test_truth_leaves_out_what_lies_behind_the_lengths(harness):
+    case = next(c for c in harness("cases").smoke_cases("features") if c.feature("lengths"))
+    inputs = harness("inputs").Inputs(case, cold=False)
+    truth = harness("truth").Truth(inputs)
+    out = harness("peers").variants("flash", inputs)[""]()
+    length = case.lengths[0]
+    assert length < case.T
+    assert truth.error(out.at[0, length:].set(np.nan)) <= truth.bound
+    with pytest.raises(ArithmeticError):
+        truth.error(out.at[0, length - 1].set(np.nan))
+
+
+def test_gradients_of_fa3_have_room_for_whole_blocks(harness):
+    """Its kernel writes statistics for blocks of 80 rows: 2080 of them at length 2048."""
+    query = jax.ShapeDtypeStruct((2, 2048, 16, 128), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((2, 16, 2048), jnp.float32)
+    options = {"softmax_scale": 0.1, "is_causal": False, "window_size": (-1, -1)}
+    gradients = functools.partial(harness("peers")._fa3_gradients, **options)
+    jaxpr = jax.make_jaxpr(gradients)(*[query] * 5, lse)
+    (call,) = [e for e in jaxpr.eqns if e.primitive.name == "ffi_call"]
+    assert [v.aval.shape for v in call.outvars] == [query.shape] * 3 + [(2, 16, 2080)] * 2
+    assert jaxpr.out_avals == [v.aval for v in call.outvars[:3]]
+
+
+def test_a_crash_while_compiling_loses_nobody(harness):
+    supervise, worker = harness("supervise"), harness("worker")
+    cases = harness("cases").smoke_cases("prefill")
+    job = worker.Job("prefill", cases, ["flash", "xla"], rounds=1, deadline=0.0)
+    process = types.SimpleNamespace(step=(cases[0].name, worker.COMPILATION), reason="crashed")
+    assert not list(supervise._lose(job, process, collections.Counter()))
+    assert job.cases == cases and (cases[0].name, worker.COMPILATION) in job.skip
+    process.step = cases[0].name, "xla"
+    (event,) = supervise._lose(job, process, collections.Counter())
+    assert (event["row"]["impl"], event["row"]["reason"]) == ("xla", "crashed")
 
 
 def test_kernels_go_to_the_call_that_launched_them(harness):
@@ -91,6 +134,81 @@ def test_report_is_repeatable(harness, tmp_path):
     once = report.Report(tmp_path).rewrite(text, document)
     assert report.Report(tmp_path).rewrite(once, document) == once
     assert "geometric mean **2.000**" in once and "fa3: not today" in once and "old" not in once
+
+
+USAGE = """
+arch = sm_80
+ Function _ZN1aE:
+  REG:40 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:880 TEXTURE:0
+arch = sm_90a
+ Function _ZN1aE:
+  REG:168 STACK:8 SHARED:2048 LOCAL:0 CONSTANT[0]:880 TEXTURE:0
+ Function _ZN1aE:
+  REG:168 STACK:8 SHARED:2048 LOCAL:0 CONSTANT[0]:880 TEXTURE:0
+"""
+LAUNCHED = """call 128 prefill, causal
+kernel -32 384 197632 1 prefill_sm90
+tile 128 1 2048 128 128
+plan 1,1024,32,8,128 8 8 0 1 splits merge inside a cluster
+"""
+SYMBOLS = "0000000000001020 t _ZN9flashattnL1kE\n0000000000001040 T main\n"
+
+
+def test_resources_of_a_build_are_read(harness):
+    build = harness("build")
+    old, new = build.parse_resources(USAGE)
+    assert (old["architecture"], old["registers"], old["local"]) == ("sm_80", 40, 0)
+    assert (new["architecture"], new["shared"], new["local"]) == ("sm_90a", 2048, 8)
+    said = build.parse_launches(LAUNCHED, SYMBOLS)
+    (launch,) = build.with_resources(
+        said["launches"], [new | {"symbol": "_ZN9flashattn1kE", "shared": 2048}]
+    )
+    assert (launch["call"], launch["kernel"]) == ("prefill, causal", "prefill_sm90")
+    assert (launch["shared"], launch["blocks_per_sm"]) == (197632 + 2048, 1)
+    assert said["prefill_tiles"][0]["keys"] == 128
+    assert said["decode_plans"][0]["reason"] == "splits merge inside a cluster"
+    with pytest.raises(SystemExit, match="too small"):
+        build.parse_launches("call 64 backward\nrefused workspace is too small\n", SYMBOLS)
+
+
+def test_launchers_of_this_build_say_what_they_launch(harness, tmp_path):
+    build = harness("build")
+    trees = [path.parents[2] for path in build.ROOT.glob("build/*/CMakeFiles/_cuda.dir/src")]
+    if not trees:
+        pytest.skip("no build with CUDA kernels here")
+    try:
+        build.tool("nvcc")
+    except SystemExit:
+        pytest.skip("no nvcc here")
+    said = build.launches(max(trees, key=lambda tree: tree.stat().st_mtime), tmp_path)
+    kernels = {launch["kernel"] for launch in said["launches"]}
+    assert {"prefill_sm90", "prefill_sm80", "backward_keys_sm90", "decode_lean"} <= kernels
+    assert all(0 < launch["threads"] <= 1024 for launch in said["launches"])
+    assert all(launch["dynamic_shared"] <= 227 << 10 for launch in said["launches"])
+    assert len(said["decode_plans"]) == len(build.DECODE_SHAPES)
+
+
+@pytest.mark.parametrize(
+    "registers, threads, shared, blocks",
+    [
+        (168, 384, 70000, 1),  # registers
+        (92, 256, 70912, 2),  # registers, given out by 8
+        (168, 128, 42368, 3),  # registers
+        (32, 256, 78000, 2),  # shared memory
+        (32, 256, 1024, 8),  # threads
+        (16, 32, 1024, 32),  # blocks
+    ],
+)
+def test_blocks_per_sm(harness, registers, threads, shared, blocks):
+    assert harness("build").blocks_per_sm(registers, threads, shared) == blocks
+
+
+def test_what_needs_no_gpu_is_reported_without_one(harness, tmp_path):
+    report = harness("report").Report(tmp_path)
+    text = "<!-- table: naive -->\n<!-- end -->\n<!-- table: build -->\n<!-- end -->\n"
+    text = report.rewrite(text, harness("report").ROOT / "README.md")
+    assert "| 8192 | 3,072.0 MiB | 48.0 MiB | - | - | - |" in text
+    assert "build.py" in text
 
 
 def test_documents_agree_with_results():
