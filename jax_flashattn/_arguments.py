@@ -99,7 +99,8 @@ def apply_scale(op: str, scale, query) -> tuple[jax.Array, float]:
     if isinstance(scale, jax.core.Tracer):
         if scale.shape != ():
             fail(ValueError, op, "scale", "is not a scalar", scale.shape, "pass one number")
-        return (query.astype(scale.dtype) * scale).astype(query.dtype), 1.0
+        wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+        return (query.astype(wide) * scale.astype(wide)).astype(query.dtype), 1.0
     number = isinstance(scale, numbers.Real) or (np.ndim(scale) == 0 and hasattr(scale, "dtype"))
     if not number or not np.isfinite(float(scale)):
         fail(ValueError, op, "scale", "is not a finite number", repr(scale), "pass one number")

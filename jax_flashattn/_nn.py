@@ -1,12 +1,19 @@
 """dot_product_attention: the signature and the semantics of jax.nn's, with the kernels of this package."""
 
+import inspect
+import numbers
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_flashattn import _ffi
+from jax_flashattn import _arguments, _ffi
 from jax_flashattn._prefill import prefill
 
-LARGEST_HEAD_DIM_CUDA = 256
+_JAX_HAS_RESIDUAL = "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
+
+# The logit that jax.nn gives to masked keys, and so the lse of a row that sees nothing.
+_MASKED = -0.7 * float(np.finfo(np.float32).max)
 
 
 def dot_product_attention(
@@ -28,7 +35,10 @@ def dot_product_attention(
 
     Where jax.nn differs from `prefill`, jax.nn's way holds here: causal masks and windows are aligned to
     the top left; a query that nothing is visible to gets the mean of the values; the residual has the
-    inputs' dtype and no gradient.
+    inputs' dtype and no gradient. Two differences are left. NaN in a key or value that no query sees has
+    no effect. And a query whose visible logits a bias puts at -inf, or below the finite -2.4e38 that
+    jax.nn masks with, gets NaN or the values of masked keys from jax.nn; here never (at -inf: 0 or the
+    mean).
 
     Args:
       query: (B, T, N, H) or (T, N, H); key, value: (B, S, K, H) or (S, K, H).
@@ -41,30 +51,48 @@ def dot_product_attention(
     Returns:
       (B, T, N, H), with return_residual also the lse (B, T, N).
     """
-    arguments = dict(
+    options = dict(
         scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
     )  # fmt: skip
 
-    def xla(query, key, value, bias, mask, name="xla"):
-        residual = {"return_residual": True} if return_residual else {}
+    residual = {"return_residual": True} if return_residual else {}
+
+    def jax_nn(query, key, value, bias, mask, implementation="xla", **residual):
         return jax.nn.dot_product_attention(
-            query, key, value, bias, mask, implementation=name, **arguments, **residual
+            query, key, value, bias, mask, implementation=implementation, **options, **residual
         )
 
+    def xla(query, key, value, bias, mask, **residual):
+        if mask is None and local_window_size is not None:
+            mask = jnp.ones((1, 1, 1, 1), bool)  # jax 0.8.0 forgets a window that is the only mask
+        return jax_nn(query, key, value, bias, mask, **residual)
+
     if implementation not in (None, "flash"):
-        return xla(query, key, value, bias, mask, implementation)
-    everywhere, on_cuda = reasons_against(query, key, value, bias, mask, **arguments)
-    if implementation == "flash":
-        if everywhere:
-            raise NotImplementedError(f"dot_product_attention: no flash kernel, {everywhere}")
-        return _flash(query, key, value, bias, mask, arguments, return_residual)
+        return jax_nn(query, key, value, bias, mask, implementation, **residual)
+    operands = [jnp.asarray(x) for x in (query, key, value)]
+    operands += [None if x is None else jnp.asarray(x) for x in (bias, mask)]
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        if options[name] is not None:
+            options[name] = jnp.asarray(options[name])
+    everywhere, on_cuda = reasons_against(*operands, **options)
+    without_jax_nn = implementation == "flash" or (return_residual and not _JAX_HAS_RESIDUAL)
+    if everywhere and without_jax_nn:
+        jax.eval_shape(xla, *operands)  # a call that jax.nn refuses raises jax.nn's error
+        raise NotImplementedError(f"dot_product_attention: no flash kernel, {everywhere}")
     if everywhere:
-        return xla(query, key, value, bias, mask)
-    branches = {"cpu": lambda *x: _flash(*x, arguments, return_residual), "default": xla}
-    if on_cuda is None:
-        branches["cuda"] = branches["cpu"]
-    operands = [None if x is None else jnp.asarray(x) for x in (query, key, value, bias, mask)]
+        return xla(*operands, **residual)
+
+    def flash(*operands):
+        return _flash(*operands, **options, return_residual=return_residual)
+
+    def default(*operands):
+        with jax.numpy_dtype_promotion("standard"):  # traced also where it is not what runs
+            return xla(*operands, **residual)
+
+    if without_jax_nn:
+        return flash(*operands)
+    branches = {"cpu": flash, "default": default} | ({} if on_cuda else {"cuda": flash})
     return jax.lax.platform_dependent(*operands, **branches)
 
 
@@ -79,86 +107,113 @@ def reasons_against(
     arrays = (query, key, value)
     if any(not hasattr(x, "shape") for x in arrays):
         return "query, key or value is not an array", None
-    rank, batch = query.ndim, query.shape[:-3]
-    if rank not in (3, 4) or any(x.ndim != rank or x.shape[:-3] != batch for x in arrays):
+    rank, batch = len(query.shape), query.shape[:-3]
+    if rank not in (3, 4) or any(len(x.shape) != rank or x.shape[:-3] != batch for x in arrays):
         return "the ranks or batches differ", None
-    if any(x.dtype != query.dtype for x in arrays) or str(query.dtype) not in (
-        "float16", "bfloat16", "float32", "float64",
-    ):  # fmt: skip
+    if any(x.dtype != query.dtype for x in arrays) or str(query.dtype) not in _arguments.FLOATS:
         return f"the dtypes are {[str(x.dtype) for x in arrays]}", None
     t, n, h = query.shape[-3:]
     s, k = key.shape[-3:-1]
-    if (
-        key.shape != value.shape
-        or key.shape[-1] != h
-        or 0 in (t, n, h, s, k)
-        or n % k
-        or 0 in batch
-    ):
+    if key.shape != value.shape or key.shape[-1] != h or 0 in (*batch, t, n, h, s, k) or n % k:
         return "the shapes do not agree, or are empty", None
-    for name, x in (("bias", bias), ("mask", mask)):
+    batch = batch or (1,)
+    for name, x, dtypes in (("bias", bias, _arguments.FLOATS), ("mask", mask, ("bool",))):
         if x is None:
             continue
-        shape = (1,) * (4 - jnp.ndim(x)) + jnp.shape(x)
+        x = _abstract(x)
+        shape = (1,) * (4 - len(x.shape)) + x.shape
         if len(shape) != 4 or any(
-            a not in (1, b) for a, b in zip(shape, (*(batch or (1,)), n, t, s), strict=True)
+            a not in (1, b) for a, b in zip(shape, (*batch, n, t, s), strict=True)
         ):
-            return f"the {name} has shape {jnp.shape(x)}", None
-        if (name == "mask") != (jnp.asarray(x).dtype == jnp.bool_):
-            return f"the {name} has dtype {jnp.asarray(x).dtype}", None
+            return f"the {name} has shape {x.shape}", None
+        if str(x.dtype) not in dtypes:
+            return f"the {name} has dtype {x.dtype}", None
     for x in (query_seq_lengths, key_value_seq_lengths):
-        if x is not None and (jnp.shape(x) != (batch or (1,)) or jnp.asarray(x).dtype != jnp.int32):
+        if x is not None and (_abstract(x).shape != batch or _abstract(x).dtype != jnp.int32):
             return "a length is not int32, one a sequence", None
-    if not isinstance(is_causal, bool):
+    if not _is_scale(scale):
+        return f"the scale is {scale!r}", None
+    if not isinstance(is_causal, numbers.Integral | np.bool_):
         return f"is_causal is {is_causal!r}", None
-    window = _window(local_window_size)
-    if window is not None and (len(window) != 2 or min(window) < 0):
-        return f"the window is {local_window_size}", None
+    if not _is_window(local_window_size):
+        return f"the window is {local_window_size!r}", None
     if _ffi.cuda_problem is not None:
         return None, _ffi.cuda_problem
     if query.dtype not in (jnp.float16, jnp.bfloat16):
         return None, f"there is no CUDA kernel for {query.dtype}"
-    if h > LARGEST_HEAD_DIM_CUDA:
-        return None, f"the head dim {h} is above {LARGEST_HEAD_DIM_CUDA}"
+    largest = _ffi.cuda().largest_head_dim("prefill")
+    if h > largest:
+        return None, f"the head dim {h} is above {largest}"
     return None, None
 
 
-def _window(size):
-    return (size, size) if isinstance(size, int) else size
+def _abstract(x):
+    return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
-def _flash(query, key, value, bias, mask, arguments, return_residual):
-    arguments = dict(arguments)
-    is_causal = arguments.pop("is_causal")
-    window = _window(arguments["local_window_size"])
-    if query.ndim == 3:
-        for name in ("query_seq_lengths", "key_value_seq_lengths"):
-            if arguments[name] is not None:
-                arguments[name] = arguments[name].reshape(())
+def _is_scale(scale) -> bool:
+    """Whether it is one number; jax.nn broadcasts more than that."""
+    if hasattr(scale, "dtype"):
+        real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+        if not real or scale.shape != ():
+            return False
+        return isinstance(scale, jax.core.Tracer) or bool(np.isfinite(float(scale)))
+    return scale is None or (isinstance(scale, numbers.Real) and bool(np.isfinite(float(scale))))
 
-    def as_prefill(x):  # without a batch axis, bias and mask have none either
-        return x if x is None or query.ndim == 4 or jnp.ndim(x) < 4 else jnp.reshape(x, x.shape[1:])
 
+def _is_window(size) -> bool:
+    """Whether it is none, or two static sides in the range of the kernels; jax.nn takes negative ones too."""
+    if size is None:
+        return True
+    sides = (size, size) if isinstance(size, int) else size
+    if not isinstance(sides, tuple | list) or len(sides) != 2:
+        return False
+    return all(isinstance(x, numbers.Integral) and 0 <= x <= _arguments.UNLIMITED for x in sides)
+
+
+def _flash(
+    query, key, value, bias, mask, *, scale, is_causal, query_seq_lengths, key_value_seq_lengths,
+    local_window_size, return_residual,
+):  # fmt: skip
+    if query.ndim == 3:  # without a batch axis, bias, mask and lengths have none either
+        bias, mask = (x if x is None or x.ndim < 4 else x[0] for x in (bias, mask))
+        query_seq_lengths, key_value_seq_lengths = (
+            x if x is None else x[0] for x in (query_seq_lengths, key_value_seq_lengths)
+        )
     out, lse = prefill(
-        query, key, value, causal=is_causal, bias=as_prefill(bias), mask=as_prefill(mask),
-        causal_alignment="top_left", return_lse=True, **arguments,
+        query, key, value, causal=bool(is_causal), scale=scale, bias=bias, mask=mask,
+        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size, causal_alignment="top_left", return_lse=True,
     )  # fmt: skip
-    may_be_empty = (
-        mask is not None or window is not None or arguments["key_value_seq_lengths"] is not None
-    )
-    if may_be_empty:
-        empty = jnp.isneginf(lse)
-        if arguments["query_seq_lengths"] is not None:
-            lengths = arguments["query_seq_lengths"][..., None]
-            rows = jnp.arange(query.shape[-3], dtype=jnp.int32)
-            rows = rows.reshape((1,) * (lengths.ndim - 1) + (-1,))
-            empty = empty & (rows < lengths)[..., None]
-        mean = jnp.mean(value, axis=-3, dtype=jnp.promote_types(value.dtype, jnp.float32))
-        mean = jnp.repeat(mean.astype(out.dtype), query.shape[-2] // value.shape[-2], axis=-2)
-        out = jnp.where(empty[..., None], mean[..., None, :, :], out)
+    t, s = query.shape[-3], key.shape[-3]
+    left = None if local_window_size is None else np.broadcast_to(local_window_size, 2)[0]
+    if (
+        mask is not None
+        or key_value_seq_lengths is not None
+        or (left is not None and t > s + int(left))
+    ):
+        empty = _is_minus_infinity(lse)
+        if query_seq_lengths is not None:
+            rows = jnp.arange(t, dtype=jnp.int32).reshape((1,) * query_seq_lengths.ndim + (t,))
+            inside = rows < query_seq_lengths[..., None]
+            empty = empty & inside[..., None]
+        out = jnp.where(empty[..., None], _mean(value, query.shape[-2]), out)
     if not return_residual:
         return out
-    # jax.nn masks with a large negative number, which is then the lse of a row that sees nothing.
-    nothing = -0.7 * float(jnp.finfo(lse.dtype).max)
-    lse = jnp.where(jnp.isneginf(lse), nothing, lse).astype(key.dtype)
+    lse = jnp.where(_is_minus_infinity(lse), _MASKED, lse).astype(key.dtype)
     return out, jax.lax.stop_gradient(lse)
+
+
+def _is_minus_infinity(x):
+    """jnp.isneginf without a constant that is one, which jax.debug_infs would report."""
+    return x < float(jnp.finfo(x.dtype).min)
+
+
+def _mean(value, heads):
+    """The mean over the keys, for every query head: (..., S, K, V) -> (..., 1, N, V)."""
+    mean = jnp.mean(value, axis=-3, keepdims=True, dtype=_wide(value.dtype)).astype(value.dtype)
+    return jnp.repeat(mean, heads // value.shape[-2], axis=-2)
+
+
+def _wide(dtype):
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32

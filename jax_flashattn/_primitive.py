@@ -221,14 +221,18 @@ class Operation:
             spec(kept, options.axes(name), x.shape, size)
             for name, x in zip(names, arrays, strict=True)
         )
-        arrays = [jax.sharding.reshard(x, s) for x, s in zip(arrays, specs, strict=True)]
+        arrays = [
+            jax.sharding.reshard(x, NamedSharding(mesh, s))
+            for x, s in zip(arrays, specs, strict=True)
+        ]
         outs = tuple(spec(kept, options.axes(n)) for n in self.results(names, arrays, options))
         local = functools.partial(
             self.primitive.bind, names=names, options=options, partition=False
         )
-        return list(
-            jax.shard_map(lambda *xs: tuple(local(*xs)), in_specs=specs, out_specs=outs)(*arrays)
+        on_each = jax.shard_map(
+            lambda *xs: tuple(local(*xs)), mesh=mesh, in_specs=specs, out_specs=outs
         )
+        return list(on_each(*arrays))
 
 
 def _varying(x) -> frozenset:

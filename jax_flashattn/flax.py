@@ -3,6 +3,8 @@
 nnx.MultiHeadAttention(..., attention_fn=jax_flashattn.flax.attention_fn)
 """
 
+import math
+
 import jax.numpy as jnp
 
 from jax_flashattn._nn import dot_product_attention
@@ -22,7 +24,14 @@ def attention_fn(
     dtype=None,
     precision=None,
     module=None,
-    **kwargs,
+    is_causal=False,
+    force_fp32_for_softmax=False,
+    einsum_dot_general=None,
+    qk_attn_weights_einsum=None,
+    attn_weights_value_einsum=None,
+    scale=None,
+    local_window_size=None,
+    implementation=None,
 ):
     """flax's `dot_product_attention`, computed by `jax_flashattn.dot_product_attention`.
 
@@ -30,14 +39,18 @@ def attention_fn(
       query: (..., T, N, H); key and value: (..., S, K, H).
       bias, mask: broadcastable to (..., N, T, S), as flax makes them (causal, padding, decode=True).
       dropout_rate: must be 0 unless deterministic; attention dropout has no kernel.
-      dtype: of the computation; that of the inputs by default.
-      is_causal and the other keywords of `dot_product_attention` are passed on. broadcast_dropout,
-        dropout_rng, precision and module have no meaning here and are accepted, since flax passes them.
+      dtype: of the computation; that of the inputs, promoted to one, by default.
+      is_causal, scale, local_window_size, implementation: as in `dot_product_attention`; flax sets the
+        first, functools.partial the others.
+      broadcast_dropout, dropout_rng, force_fp32_for_softmax: without effect; the softmax is always float32.
+      precision: without effect, as in nnx's own function: kernels compute float32 products in float32;
+        where XLA computes them (on a GPU), jax.default_matmul_precision says how.
 
     Raises:
-      NotImplementedError: dropout, or sowing the attention weights, which are never formed.
+      NotImplementedError: dropout; sowing the attention weights, which are never formed; einsums of
+        one's own (linen's qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls).
     """
-    del broadcast_dropout, dropout_rng, precision
+    del broadcast_dropout, dropout_rng, force_fp32_for_softmax, precision
     if dropout_rate and not deterministic:
         raise NotImplementedError(
             f"attention_fn: dropout has no kernel, got dropout_rate={dropout_rate}; use 0, or "
@@ -48,20 +61,32 @@ def attention_fn(
             "attention_fn: the attention weights are never formed and cannot be sown; "
             "use sow_weights=False"
         )
-    if dtype is not None:
-        query, key, value = (x.astype(dtype) for x in (query, key, value))
+    for name, einsum in (
+        ("einsum_dot_general", einsum_dot_general),
+        ("qk_attn_weights_einsum", qk_attn_weights_einsum),
+        ("attn_weights_value_einsum", attn_weights_value_einsum),
+    ):
+        if einsum is not None:
+            raise NotImplementedError(
+                f"attention_fn: the products are the kernel's, got {name}={einsum}; use None"
+            )
+    if dtype is None:
+        dtype = jnp.result_type(query, key, value)
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     lead = query.shape[:-3]
-    if len(lead) > 1:
-        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
 
-        def fold(x):
-            if x is None:
-                return None
-            full = jnp.broadcast_to(x, (*lead, *x.shape[-3:]))
-            return full.reshape(-1, *x.shape[-3:])
+    def fold(x):
+        """(..., N, T, S), axes of size 1 and missing ones included, as rank 4."""
+        x = x.reshape((1,) * (len(lead) + 3 - x.ndim) + x.shape)
+        if any(n != 1 for n in x.shape[:-3]):
+            x = jnp.broadcast_to(x, (*lead, *x.shape[-3:]))
+        return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
-        bias, mask = fold(bias), fold(mask)
-    if mask is not None:
-        mask = mask.astype(bool)
-    out = dot_product_attention(query, key, value, bias, mask, **kwargs)
+    bias = None if bias is None else fold(bias)
+    mask = None if mask is None else fold(mask).astype(bool)
+    out = dot_product_attention(
+        query, key, value, bias, mask, is_causal=is_causal, scale=scale,
+        local_window_size=local_window_size, implementation=implementation,
+    )  # fmt: skip
     return out.reshape(*lead, *out.shape[-3:])

@@ -132,6 +132,15 @@ def test_arguments(platform):
     check_same(jax_flashattn.prefill(q, k, v, False), full)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
+def test_traced_scale_of_any_dtype(platform, dtype):
+    """It is the scale that is narrow, not the query."""
+    case = platform.fit(Case(q_len=50, scale=2.0))
+    arrays = make_inputs(case)
+    out = jax.jit(lambda scale: jax_flashattn.prefill(**arrays, scale=scale))(jnp.array(2, dtype))
+    check(out, truth.attention(**arrays, **case.options())[0], xla_prefill(case, arrays))
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0, 1e-4])
 def test_scales(platform, scale):
     check_prefill(platform, Case(q_len=50, scale=scale))

@@ -344,6 +344,20 @@ def test_explicit_gradients(platform, devices, where):
     check_grads(arrays, dout, dlse, ours)
 
 
+def test_explicit_without_a_context(platform, devices):
+    """Arrays know their mesh: no jax.set_mesh is needed, in a jitted call or outside."""
+    case = platform.fit(CASE)
+    arrays = make_inputs(case)
+    mesh = mesh_of(devices, kind=AxisType.Explicit)
+    sharded = put(arrays.values(), mesh, [P("x", None, "y"), P("x"), P()])
+    for call in (ATTENTION, jax.jit(ATTENTION)):
+        check_results(case, arrays, *call(*sharded))
+    dout, dlse = make_cotangents(case)
+    pull = jax.jit(lambda q, k, v, *ct: jax.vjp(ATTENTION, q, k, v)[1](ct))
+    grads = pull(*sharded, *put((dout, dlse), mesh, [P("x", None, "y")] * 2))
+    check_grads(arrays, dout, dlse, grads)
+
+
 def test_explicit_sequence(platform, devices):
     """Refused by name or gathered; never a local answer."""
     case = platform.fit(CASE)

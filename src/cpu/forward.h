@@ -20,9 +20,17 @@ struct BlockState {
   RowBlock<V> rows;
   bool few;
   Real* queries;  // [head_dim][width], few: [row][tile's k_stride]
-  Real* output;   // to be divided by sum; [value_dim][width], few: [row][tile's v_stride]
-  Real maximum[V::kBlock], sum[V::kBlock];  // of the scores; of exp(score - maximum)
+  // Weighted values of the latest tiles and of those before them, [value_dim][width], few:
+  // [row][tile's v_stride]; with the largest score and the sum of exp(score - maximum).
+  struct Sums {
+    Real* output;
+    Real maximum[V::kBlock], sum[V::kBlock];
+  } latest, settled;
 };
+
+// Tiles that are summed before they join the rest: a sum over a million keys is then one of some
+// hundred terms, each of them a sum of as many, and rounds as little.
+constexpr int kLatestTiles = 64;
 
 struct ForwardTask {
   int b, kv_head, split, blocks;
@@ -60,7 +68,9 @@ void start_block(const ForwardCall& call, const ForwardTask& task, int64_t first
   block.few = block.rows.rows <= V::kLanes / 2;
   const int k_stride = tile_stride<V>(problem.head_dim);
   block.queries = scratch.take(int64_t{k_stride} * V::kBlock);
-  block.output = scratch.take_zeros(int64_t{tile_stride<V>(problem.value_dim)} * V::kBlock);
+  const int64_t outputs = int64_t{tile_stride<V>(problem.value_dim)} * V::kBlock;
+  block.latest.output = scratch.take_zeros(outputs);
+  block.settled.output = scratch.take_zeros(outputs);
   load_rows<V>(params.q, problem.dtype, task.b, block.rows, problem.head_dim, params.scores.scale,
                block.few ? block.queries : buffer, k_stride);
   if (!block.few) {
@@ -71,15 +81,51 @@ void start_block(const ForwardCall& call, const ForwardTask& task, int64_t first
     if (params.features.sinks && task.split == 0 && is_present(params, task.b, block.rows, lane)) {
       sink = params.features.sinks.row(task.b)[block.rows.head[lane]];
     }
-    block.maximum[lane] = sink;
-    block.sum[lane] = sink == -V::kInfinity ? 0 : 1;
+    block.latest.maximum[lane] = sink;
+    block.latest.sum[lane] = sink == -V::kInfinity ? 0 : 1;
+    block.settled.maximum[lane] = -V::kInfinity;
+    block.settled.sum[lane] = 0;
+  }
+}
+
+// Moves the latest sums to the settled ones. Moving nothing changes no bit, so that it does not
+// matter which tiles were skipped.
+template <class V>
+void settle(const Problem& problem, BlockState<V>& block) {
+  using Vec = typename V::Vec;
+  auto &latest = block.latest, &settled = block.settled;
+  const int width = block.rows.width;
+  typename V::Real kept[V::kBlock], joined[V::kBlock];
+  for (int x = 0; x < width; x += V::kLanes) {
+    const Vec before = V::load(settled.maximum + x), now = V::load(latest.maximum + x);
+    const Vec maximum = V::max(before, now);
+    const Vec origin = maximum == -V::kInfinity ? Vec{} : maximum;
+    V::store(kept + x, V::exp(before - origin));
+    V::store(joined + x, V::exp(now - origin));
+    V::store(settled.sum + x, V::load(settled.sum + x) * V::load(kept + x) +
+                                  V::load(latest.sum + x) * V::load(joined + x));
+    V::store(latest.sum + x, Vec{});
+    V::store(settled.maximum + x, maximum);
+    V::store(latest.maximum + x, V::broadcast(-V::kInfinity));
+  }
+  const int rows = block.few ? block.rows.rows : problem.value_dim;
+  const int columns = block.few ? tile_stride<V>(problem.value_dim) : width;
+  for (int row = 0; row < rows; ++row) {
+    for (int x = 0; x < columns; x += V::kLanes) {
+      const int i = row * columns + x;
+      const Vec keep = block.few ? V::broadcast(kept[row]) : V::load(kept + x);
+      const Vec join = block.few ? V::broadcast(joined[row]) : V::load(joined + x);
+      V::store(settled.output + i,
+               V::load(settled.output + i) * keep + V::load(latest.output + i) * join);
+      V::store(latest.output + i, Vec{});
+    }
   }
 }
 
 // Turns scores into weights relative to the new maximum; factors bring what was summed so far
 // there.
 //
-// The sum goes over the keys in the order in which the product with V does, so that both round
+// The sum goes over the keys in the order and the panels of the product with V, so that both round
 // alike and a constant V comes out as it went in.
 template <class V>
 void online_softmax(int keys, int width, typename V::Real* scores, typename V::Real* maximum,
@@ -98,15 +144,19 @@ void online_softmax(int keys, int width, typename V::Real* scores, typename V::R
     const Vec new_maximum = V::max(even, odd);
     // Rows that have seen no key yet: exp(-infinity - 0) = 0.
     const Vec origin = new_maximum == -V::kInfinity ? Vec{} : new_maximum;
-    Vec tile_sum = {};
-    for (j = 0; j < keys; ++j) {
-      const Vec weight = V::exp(V::load(s + j * width) - origin);
-      tile_sum += weight;
-      V::store(s + j * width, weight);
-    }
     const Vec factor = V::exp(old_maximum - origin);
+    Vec total = V::load(sum + x);
+    for (int first = 0; first < keys; first += kPanel) {
+      Vec panel = {};
+      for (j = first; j < min_int(first + kPanel, keys); ++j) {
+        const Vec weight = V::exp(V::load(s + j * width) - origin);
+        panel += weight;
+        V::store(s + j * width, weight);
+      }
+      total = first == 0 ? total * factor + panel : total + panel;
+    }
     V::store(factors + x, factor);
-    V::store(sum + x, V::load(sum + x) * factor + tile_sum);
+    V::store(sum + x, total);
     V::store(maximum + x, new_maximum);
   }
 }
@@ -126,15 +176,15 @@ void attend(const PrefillParams& params, int b, const KeyTile<V>& tile, typename
                 {scores, width});
   }
   finish_scores<V>(params, b, block.rows, tile, scores);
-  online_softmax<V>(keys, width, scores, block.maximum, block.sum, factors);
+  online_softmax<V>(keys, width, scores, block.latest.maximum, block.latest.sum, factors);
   if (block.few) {
     multiply_weighted<V>(tile.v_finite, Weights::kA, {scores, width, 1}, tile.v, tile.v_stride,
                          keys, rows, V::whole_vectors(problem.value_dim),
-                         {block.output, tile.v_stride, Sum::kRescaleRows, factors});
+                         {block.latest.output, tile.v_stride, Sum::kRescaleRows, factors});
   } else {
     multiply_weighted<V>(tile.v_finite, Weights::kB, {tile.v, tile.v_stride, 1}, scores, width,
                          keys, problem.value_dim, width,
-                         {block.output, width, Sum::kRescaleColumns, factors});
+                         {block.latest.output, width, Sum::kRescaleColumns, factors});
   }
 }
 
@@ -182,13 +232,13 @@ void write_block(const ForwardCall& call, const ForwardTask& task, int64_t first
   const int64_t rows = int64_t{problem.q_len} * problem.group();
   for (int lane = 0; lane < block.rows.rows; ++lane) {
     if (block.few) {
-      gather_lane<V>(block.output + int64_t{lane} * tile_stride<V>(dim), 1, 0, dim, buffer);
+      gather_lane<V>(block.settled.output + int64_t{lane} * tile_stride<V>(dim), 1, 0, dim, buffer);
     } else {
-      gather_lane<V>(block.output, block.rows.width, lane, dim, buffer);
+      gather_lane<V>(block.settled.output, block.rows.width, lane, dim, buffer);
     }
     if (!call.partials) {
       write_row<V>(call.params, task.b, block.rows.position[lane], block.rows.head[lane], buffer,
-                   block.maximum[lane], block.sum[lane]);
+                   block.settled.maximum[lane], block.settled.sum[lane]);
       continue;
     }
     const int64_t row =
@@ -196,8 +246,8 @@ void write_block(const ForwardCall& call, const ForwardTask& task, int64_t first
     auto* partial = static_cast<typename V::Real*>(call.partials) +
                     (row * call.splits + task.split) * (dim + 2);
     for (int d = 0; d < dim; ++d) partial[d] = buffer[d];
-    partial[dim] = block.maximum[lane];
-    partial[dim + 1] = block.sum[lane];
+    partial[dim] = block.settled.maximum[lane];
+    partial[dim + 1] = block.settled.sum[lane];
   }
 }
 
@@ -205,7 +255,7 @@ template <class V>
 int64_t forward_scratch(const Problem& problem, int blocks) {
   const int64_t row_numbers =
       Scratch<V>::rounded(int64_t{tile_stride<V>(problem.head_dim)} * V::kBlock) +
-      Scratch<V>::rounded(int64_t{tile_stride<V>(problem.value_dim)} * V::kBlock);
+      2 * Scratch<V>::rounded(int64_t{tile_stride<V>(problem.value_dim)} * V::kBlock);
   const int64_t buffer =
       V::kBlock * (int64_t{tile_stride<V>(problem.head_dim)} + problem.value_dim);
   return tile_size<V>(problem) + blocks * row_numbers + Scratch<V>::rounded(buffer) +
@@ -229,6 +279,9 @@ void forward(const ForwardCall& call, int64_t task_index) {
   const KeyRange keys = task_keys<V>(call, task, blocks);
   for (int begin = keys.begin; begin < keys.end; begin += kTileKeys) {
     const int end = min_int(begin + kTileKeys, keys.end);
+    if (begin / kTileKeys % kLatestTiles == 0) {
+      for (int i = 0; i < task.blocks; ++i) settle<V>(problem, blocks[i]);
+    }
     bool loaded = false;
     for (int i = 0; i < task.blocks; ++i) {
       if (is_hidden<V>(call.params.features, task.b, blocks[i].rows, begin, end)) continue;
@@ -238,6 +291,7 @@ void forward(const ForwardCall& call, int64_t task_index) {
     }
   }
   for (int i = 0; i < task.blocks; ++i) {
+    settle<V>(problem, blocks[i]);
     write_block<V>(call, task, task.first_row + i * V::kBlock, buffer, blocks[i]);
   }
 }

@@ -5,10 +5,10 @@
 #ifndef FLASHATTN_CPU_MATMUL_H_
 #define FLASHATTN_CPU_MATMUL_H_
 
-#include <algorithm>
 #include <cstdint>
 
 #include "cpu/vector.h"
+#include "params.h"
 
 namespace flashattn::cpu {
 
@@ -79,11 +79,11 @@ void multiply_panel(Matrix<typename V::Real> a, const typename V::Real* b, int b
 template <class V, int Rows, int Vectors>
 void multiply_block(Matrix<typename V::Real> a, const typename V::Real* b, int b_stride, int depth,
                     Result<typename V::Real> c) {
-  multiply_panel<V, Rows, Vectors>(a, b, b_stride, std::min(depth, kPanel), c);
+  multiply_panel<V, Rows, Vectors>(a, b, b_stride, min_int(depth, kPanel), c);
   c.update = c.kAdd;
   for (int k = kPanel; k < depth; k += kPanel) {
     multiply_panel<V, Rows, Vectors>({a.data + k * a.k, a.k, a.m}, b + int64_t{k} * b_stride,
-                                     b_stride, std::min(depth - k, kPanel), c);
+                                     b_stride, min_int(depth - k, kPanel), c);
   }
 }
 
@@ -132,14 +132,17 @@ void multiply_guarded(Weights weights, const Matrix<typename V::Real>& a, const 
   using Vec = typename V::Vec;
   for (int m = 0; m < rows; ++m) {
     for (int x = 0; x < columns; x += V::kLanes) {
-      Vec sum = {};
-      for (int k = 0; k < depth; ++k) {
-        const Vec a_km = V::broadcast(a.data[k * a.k + m * a.m]);
-        const Vec b_kx = V::load(b + int64_t{k} * b_stride + x);
-        const Vec product = a_km * b_kx;
-        sum += (weights == Weights::kA ? a_km : b_kx) == 0 ? Vec{} : product;
+      Result<typename V::Real> panel = c;
+      for (int first = 0; first < depth; first += kPanel, panel.update = panel.kAdd) {
+        Vec sum = {};
+        for (int k = first; k < min_int(first + kPanel, depth); ++k) {
+          const Vec a_km = V::broadcast(a.data[k * a.k + m * a.m]);
+          const Vec b_kx = V::load(b + int64_t{k} * b_stride + x);
+          const Vec product = a_km * b_kx;
+          sum += (weights == Weights::kA ? a_km : b_kx) == 0 ? Vec{} : product;
+        }
+        update_vector<V>(panel, m, x, sum);
       }
-      update_vector<V>(c, m, x, sum);
     }
   }
 }
