@@ -116,6 +116,14 @@ def test_leading_axes(platform):
     check_same(one_lse, lse[0])
 
 
+def test_a_hundred_thousand_keys(platform):
+    """Errors of long sums do not add up."""
+    check_prefill(
+        platform,
+        Case(batch=1, q_len=8, kv_len=100_000, q_heads=1, kv_heads=1, head_dim=16, causal=False),
+    )
+
+
 def test_arguments(platform):
     """The positional form, the default scale, a NumPy and a traced scale, no lse."""
     case = platform.fit(Case(q_len=33, head_dim=64))
