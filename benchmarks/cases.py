@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+
+import numpy as np
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -11,7 +14,8 @@ SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row of a table. `features` holds (name, value) pairs; inputs.py makes their arrays."""
+    """One row of a table. `features` holds (name, value) pairs; inputs.py makes their arrays, and the
+    queries and keys that `data` names in place of random normal ones."""
 
     benchmark: str  # the operation: prefill, backward or decode
     B: int
@@ -23,6 +27,7 @@ class Case:
     dtype: str = "bfloat16"
     causal: bool = False
     features: tuple[tuple[str, object], ...] = ()
+    data: tuple[str, object] | None = None
 
     @property
     def name(self) -> str:
@@ -35,6 +40,9 @@ class Case:
         if self.benchmark != "decode":
             parts.append("causal" if self.causal else "full")
         parts += [name if value is True else f"{name}={value}" for name, value in self.features]
+        if self.data:
+            name, value = self.data
+            parts.append(f"{name}={os.path.basename(value) if name == 'file' else value}")
         return " ".join(parts)
 
     def feature(self, name: str, default=None):
@@ -121,6 +129,36 @@ def prefill_cases() -> list[Case]:
         _prefill(4, 4096, 32, 8, 128),
         _prefill(1, 1024, 14, 2, 64),
     ]
+
+
+DISTRIBUTIONS = (
+    None,
+    ("query_scale", 4),
+    ("query_scale", 16),
+    ("query_scale", 64),
+    ("key_ramp", 6),
+    ("key_ramp", 60),
+    ("key_blocks", 16),
+    ("key_blocks", 128),
+)
+
+
+def distribution_cases() -> list[Case]:
+    """One shape on data that a softmax may find hard; the result and its speed should not."""
+    return [
+        dataclasses.replace(_prefill(4, 4096, heads, heads, head_dim, causal=causal), data=data)
+        for heads, head_dim in ((16, 128), (32, 64))
+        for causal in (False, True)
+        for data in DISTRIBUTIONS
+    ]
+
+
+def case_of_file(path: str) -> Case:
+    """The queries and keys that examples/train.py --dump-qk wrote: its layers are the batch."""
+    with np.load(path) as file:
+        (layers, length, heads, head_dim), kv_heads = file["query"].shape, file["key"].shape[2]
+        plain = _prefill(layers, length, heads, kv_heads, head_dim, str(file["dtype"]))
+    return dataclasses.replace(plain, data=("file", path))
 
 
 def backward_cases() -> list[Case]:
@@ -252,6 +290,9 @@ def smoke_cases(benchmark: str) -> list[Case]:
         caches = (("window", 64), ("cache", "float8_e4m3fn"), ("cache", "int8"))
         cases += [*decode, *(_decode(2, 256, 8, 2, 64, features=(cache,)) for cache in caches)]
         cases.append(_decode(2, 256, 8, 2, 64, tokens=4))
+    if benchmark == "distributions":
+        plain = _prefill(1, 384, 4, 2, 64)  # three blocks of keys
+        return [dataclasses.replace(plain, data=data) for data in DISTRIBUTIONS]
     if benchmark == "backward":
         cases = [dataclasses.replace(case, benchmark="backward") for case in cases]
     return cases
@@ -259,6 +300,7 @@ def smoke_cases(benchmark: str) -> list[Case]:
 
 CASES = {
     "prefill": prefill_cases,
+    "distributions": distribution_cases,
     "backward": backward_cases,
     "decode": decode_cases,
     "decode_variants": decode_variant_cases,

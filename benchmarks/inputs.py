@@ -1,4 +1,5 @@
-"""Random normal inputs of a case, in as many copies as it takes to find them cold in L2."""
+"""The inputs of a case, in as many copies as it takes to find them cold in L2: random normal ones,
+unless its `data` says otherwise."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 from cases import Case
 
 COLD_BYTES = 256 << 20  # more than four times the L2 cache of any GPU of today
+KEY_BLOCK = 128  # as many keys as most kernels take at a time
 EIGHT_BIT_SCALE = {"float8_e4m3fn": 1 / 64, "int8": 1 / 32}
 
 
@@ -56,6 +58,8 @@ def _operands(case: Case, seed: int) -> tuple:
     query, key, value, *cotangent = (
         _normal(random, shape, case.dtype) for random, shape in zip(keys, shapes, strict=True)
     )
+    if case.data:
+        query, key = _with_data(case.data, query, key)
     if cache := case.feature("cache"):
         key, value = (_quantise(x, cache) for x in (key, value))
     if page_size := case.feature("page"):
@@ -68,6 +72,27 @@ def _operands(case: Case, seed: int) -> tuple:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _normal(random, shape, dtype):
     return jax.random.normal(random, shape, dtype)
+
+
+def _with_data(data, query, key):
+    """Queries and keys (B, T, N, H) whose logits are far apart, the larger the earlier the key: causal
+    kernels commonly go from the last block of keys to the first, so a running maximum keeps rising.
+    """
+    name, value = data
+    if name == "query_scale":  # the standard deviation of the logits
+        return query * value, key
+    if name == "key_ramp":  # the factor of the first key; that of the last is 0.2
+        factor = jnp.linspace(value, 0.2, key.shape[1]).astype(key.dtype)
+        return query, key * factor[None, :, None, None]
+    if name == "key_blocks":  # the weights of a block of keys are 2^value times those of the next
+        blocks_behind = np.arange(key.shape[1])[::-1] // KEY_BLOCK
+        logit = (np.log(2) * value * blocks_behind).astype(key.dtype)
+        query = query.at[..., 0].set(query.shape[-1] ** 0.5)  # times the scale: 1
+        return query, key.at[..., 0].set(logit[None, :, None])
+    if name == "file":
+        with np.load(value) as file:
+            return tuple(jnp.asarray(file[name].view(query.dtype)) for name in ("query", "key"))
+    raise ValueError(f"there is no data {name!r}")
 
 
 @functools.partial(jax.jit, static_argnums=1)

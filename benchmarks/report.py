@@ -30,6 +30,7 @@ FIGURES = ROOT / "docs" / "figures"
 # name: (file of results, what makes the lines)
 TABLES = {
     "prefill": ("prefill", tables.throughput),
+    "distributions": ("distributions", tables.throughput),
     "backward": ("backward", tables.throughput),
     "decode": ("decode", tables.decode),
     "decode variants": ("decode_variants", tables.decode),

@@ -2,7 +2,7 @@
 
     python benchmarks/run.py BENCHMARK [options]
 
-BENCHMARK: prefill, backward, decode, decode_variants, features, numerics, cpu or cpu_numerics.
+BENCHMARK: prefill, distributions, backward, decode, decode_variants, features, numerics, cpu or cpu_numerics.
 Every result is checked against float64 before it is timed. A complete run goes to
 benchmarks/results/<device>/<benchmark>.json, from which report.py makes tables and plots; a part of
 one (--case, --peers, --smoke) to build/benchmarks/<device>/. Ctrl-C keeps what is done.
@@ -42,6 +42,9 @@ def parse(arguments=None) -> argparse.Namespace:
         f"(by default all but {', '.join(names.ON_REQUEST)})",
     )
     parser.add_argument("--case", action="append", metavar="SUBSTRING", help="may be repeated")
+    parser.add_argument(
+        "--qk", metavar="FILE", help="measure the q and k that examples/train.py dumped instead"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each (15)")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the JSON file goes")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="LIMIT")
@@ -56,6 +59,8 @@ def parse(arguments=None) -> argparse.Namespace:
 def make_job(options: argparse.Namespace) -> worker.Job:
     make = cases.CASES[options.benchmark]
     chosen = cases.smoke_cases(options.benchmark) if options.smoke else make()
+    if options.qk:
+        chosen = [cases.case_of_file(options.qk)]
     if options.case:
         chosen = [case for case in chosen if any(part in case.name for part in options.case)]
     if not chosen:
@@ -75,7 +80,7 @@ def make_job(options: argparse.Namespace) -> worker.Job:
 def out_directory(options: argparse.Namespace, device: str) -> pathlib.Path:
     if options.out:
         return options.out
-    partial = options.case or options.smoke or options.peers not in ("default", "all")
+    partial = options.case or options.smoke or options.qk or options.peers not in ("default", "all")
     return (PARTIAL if partial else DIRECTORY) / environment.slug(device)
 
 
