@@ -178,6 +178,7 @@ def _emit_decode(platform, operands, results, options):
     if platform == "cpu":
         return list(_ffi.call("decode", operands, results, **attributes).values())
     check_cuda("decode", operands["query"].dtype, (size["h"], size["v"]))
+    operands = _index_alike(operands, size["b"])
     padded, results_padded = pad_head_dims(operands, results, options)
     floats = _ffi.cuda().decode_workspace(
         size["b"], size["t"], size["n"], size["k"], results_padded["out"].shape[-1],
@@ -186,6 +187,20 @@ def _emit_decode(platform, operands, results, options):
     workspace = {"workspace": jax.ShapeDtypeStruct((floats,), jnp.float32)}
     outs = _ffi.call("decode", padded, results_padded | workspace, **attributes)
     return [unpad(outs[name], like) for name, like in results.items()]
+
+
+def _index_alike(operands, batch):
+    """Keys and values with as many entries, and their scales: the CUDA kernel has one index for both."""
+    operands = dict(operands)
+    for names, entries in (
+        (("key_cache", "value_cache"), batch),
+        (("key_scale", "value_scale"), operands["key_cache"].shape[0]),
+    ):
+        both = [operands[name] for name in names if name in operands]
+        if both and both[0].shape[0] != both[1].shape[0]:
+            for name, x in zip(names, both, strict=True):
+                operands[name] = jnp.tile(x, (entries // x.shape[0],) + (1,) * (x.ndim - 1))
+    return operands
 
 
 def _no_derivative(primals, tangents, **params):

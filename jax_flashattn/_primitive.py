@@ -122,13 +122,18 @@ class Operation:
         batch = options.sizes(names, unbatched)["b"]
         operands = dict(zip(names, operands, strict=True))
         dims = dict(zip(names, dims, strict=True))
+        if not options.paged and any(dims.get(x) is not None for x in ("key_scale", "value_scale")):
+            _make_a_page_of_each_sequence(operands, dims, batch)
+            options = dataclasses.replace(options, paged=True)
         if options.paged:
             _give_each_cache_its_pages(operands, dims, mapped)
         folded = [
             x if dims[name] is None else _fold(x, dims[name], batch, options.axes(name)[0] == "p")
             for name, x in operands.items()
         ]
-        outs = self.primitive.bind(*folded, names=names, options=options, partition=partition)
+        outs = self.primitive.bind(
+            *_vary_alike(folded), names=tuple(operands), options=options, partition=partition
+        )
         return [x.reshape(mapped, batch, *x.shape[1:]) for x in outs], [0] * len(outs)
 
     # ---- sharding over batch and heads
@@ -294,6 +299,17 @@ def _fold(x, dim: int, batch: int, pages: bool):
         repeats = batch // x.shape[1]
         x = jnp.tile(x, (1, repeats) + (1,) * (x.ndim - 2))
     return x.reshape(-1, *x.shape[2:])
+
+
+def _make_a_page_of_each_sequence(operands: dict, dims: dict, batch: int) -> None:
+    """A contiguous cache has one scale a head for all sequences; a paged one can have one a page."""
+    for name in ("key_cache", "value_cache"):
+        x, axis = operands[name], 1 if dims[name] == 0 else 0
+        times = [1] * x.ndim
+        times[axis] = batch // x.shape[axis]
+        operands[name] = jnp.tile(x, times)
+    operands["page_table"] = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    dims["page_table"] = None
 
 
 def _give_each_cache_its_pages(operands: dict, dims: dict, mapped: int) -> None:

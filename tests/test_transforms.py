@@ -324,17 +324,35 @@ def test_vmap_of_decode(platform, names, paged):
         check_lse(lses[i], true_lse, f"lse[{i}]")
 
 
-def test_vmap_of_8_bit_decode(platform):
-    """Caches and their scales mapped: every call dequantises with its own."""
+@pytest.mark.parametrize(
+    "mapped",
+    [("key_cache", "key_scale"), ("value_scale",), ("key_scale", "value_scale"), None],
+    ids=lambda names: "-".join(names or ("all",)),
+)
+@pytest.mark.parametrize("paged", [False, True])
+def test_vmap_of_8_bit_decode(platform, mapped, paged):
+    """Every call dequantises with its own scales, with those of all heads and of all calls alike."""
     case = platform.fit(
-        DECODE.replace(cache_dtype="float8_e4m3fn", dtype="bfloat16", page_size=8, sinks=False)
+        DECODE.replace(
+            cache_dtype="float8_e4m3fn",
+            dtype="bfloat16",
+            page_size=8 if paged else None,
+            scales="page" if paged else "head",
+            sinks=False,
+        )
     )
-    calls = [make_inputs(case, seed=i, poison=False) for i in range(2)]
-    joined = {n: np.stack([c[n] for c in calls]) for n in calls[0]}
-    names = list(joined)
-    outs = jax.vmap(lambda *xs: jax_flashattn.decode(**dict(zip(names, xs, strict=True))))(
-        *joined.values()
-    )
+    calls = [make_inputs(case, seed=i, poison=False) for i in range(3)]
+    mapped = mapped or tuple(calls[0])
+    calls = [{n: x if n in mapped else calls[0][n] for n, x in c.items()} for c in calls]
+    axes = {n: calls[0][n].ndim if n in mapped else None for n in calls[0]}
+    joined = [
+        x if axes[n] is None else np.stack([c[n] for c in calls], axes[n])
+        for n, x in calls[0].items()
+    ]
+    outs = jax.vmap(
+        lambda *xs: jax_flashattn.decode(**dict(zip(axes, xs, strict=True))),
+        in_axes=tuple(axes.values()),
+    )(*joined)
     for i, arrays in enumerate(calls):
         check(outs[i], truth.decode(**arrays)[0], xla_decode(case, arrays))
 
