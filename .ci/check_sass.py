@@ -10,7 +10,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
 
 import jax_flashattn._cuda
@@ -18,18 +17,16 @@ import jax_flashattn._cuda
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 import build  # noqa: E402
 
-TOOLS = pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin")
-
 
 def cubins(module: str, folder: str) -> list[pathlib.Path]:
-    subprocess.run([TOOLS / "cuobjdump", "-xelf", "sm_90a", module], cwd=folder, check=True,
+    subprocess.run([build.tool("cuobjdump"), "-xelf", "sm_90a", module], cwd=folder, check=True,
                    stdout=subprocess.DEVNULL)  # fmt: skip
     return sorted(pathlib.Path(folder).glob("*.cubin"))
 
 
 def functions(cubin: pathlib.Path):
     """(name, instructions) of each kernel."""
-    text = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], check=True, capture_output=True,
+    text = subprocess.run([build.tool("nvdisasm"), "-c", cubin], check=True, capture_output=True,
                           text=True).stdout  # fmt: skip
     for part in re.split(r"^\s*\.section\s+\.text\.", text, flags=re.M)[1:]:
         name = part.split(",", 1)[0]

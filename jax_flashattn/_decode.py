@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jax_flashattn import _arguments as arguments
-from jax_flashattn import _ffi
+from jax_flashattn import _blockwise, _ffi
 from jax_flashattn._prefill import check_cuda, pad_head_dims, unpad, without_keys
 from jax_flashattn._primitive import Operation, Options
 
@@ -198,8 +198,8 @@ def _index_alike(operands, batch):
     ):
         both = [operands[name] for name in names if name in operands]
         if both and both[0].shape[0] != both[1].shape[0]:
-            for name, x in zip(names, both, strict=True):
-                operands[name] = jnp.tile(x, (entries // x.shape[0],) + (1,) * (x.ndim - 1))
+            repeated = (_blockwise.repeat(x, entries) for x in both)
+            operands |= zip(names, repeated, strict=True)
     return operands
 
 

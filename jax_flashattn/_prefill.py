@@ -348,8 +348,7 @@ def _emit_backward(platform, operands, results, options):
         return [jnp.zeros(x.shape, x.dtype) for x in results.values()]
     operands = dict(operands)
     for name in ("out", "lse", "dout", "dlse"):  # the kernel takes these one an entry
-        x = operands[name]
-        operands[name] = jnp.tile(x, (size["b"] // x.shape[0],) + (1,) * (x.ndim - 1))
+        operands[name] = _blockwise.repeat(operands[name], size["b"])
     attributes = score_attributes(options) | {"deterministic": options.deterministic}
     if platform == "cpu":
         return list(_ffi.call("backward", operands, results, **attributes).values())

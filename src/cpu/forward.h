@@ -81,10 +81,10 @@ void start_block(const ForwardCall& call, const ForwardTask& task, int64_t first
     if (params.features.sinks && task.split == 0 && is_present(params, task.b, block.rows, lane)) {
       sink = params.features.sinks.row(task.b)[block.rows.head[lane]];
     }
-    block.latest.maximum[lane] = sink;
-    block.latest.sum[lane] = sink == -V::kInfinity ? 0 : 1;
-    block.settled.maximum[lane] = -V::kInfinity;
-    block.settled.sum[lane] = 0;
+    block.settled.maximum[lane] = sink;
+    block.settled.sum[lane] = sink == -V::kInfinity ? 0 : 1;
+    block.latest.maximum[lane] = -V::kInfinity;
+    block.latest.sum[lane] = 0;
   }
 }
 
@@ -279,7 +279,7 @@ void forward(const ForwardCall& call, int64_t task_index) {
   const KeyRange keys = task_keys<V>(call, task, blocks);
   for (int begin = keys.begin; begin < keys.end; begin += kTileKeys) {
     const int end = min_int(begin + kTileKeys, keys.end);
-    if (begin / kTileKeys % kLatestTiles == 0) {
+    if (begin > keys.begin && begin / kTileKeys % kLatestTiles == 0) {
       for (int i = 0; i < task.blocks; ++i) settle<V>(problem, blocks[i]);
     }
     bool loaded = false;
