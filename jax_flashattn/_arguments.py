@@ -13,6 +13,11 @@ UNLIMITED = 2**31 - 1
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
+def wide_dtype(dtype):
+    """What sums over inputs of this dtype are kept in: float32, but float64 for itself."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
 def fail(error, op: str, argument: str, problem: str, got, allowed: str):
     raise error(f"{op}: {argument} {problem}, got {got}; {allowed}")
 
@@ -99,7 +104,7 @@ def apply_scale(op: str, scale, query) -> tuple[jax.Array, float]:
     if isinstance(scale, jax.core.Tracer):
         if scale.shape != ():
             fail(ValueError, op, "scale", "is not a scalar", scale.shape, "pass one number")
-        wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+        wide = wide_dtype(query.dtype)
         return (query.astype(wide) * scale.astype(wide)).astype(query.dtype), 1.0
     number = isinstance(scale, numbers.Real) or (np.ndim(scale) == 0 and hasattr(scale, "dtype"))
     if not number or not np.isfinite(float(scale)):

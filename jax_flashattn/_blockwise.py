@@ -7,6 +7,8 @@ operands of the primitives, where an operand may have fewer batches than the cal
 import jax
 import jax.numpy as jnp
 
+from jax_flashattn import _arguments as arguments
+
 BLOCK = 128
 
 
@@ -30,7 +32,7 @@ def attention(operands: dict, options):
         for x in ("query", "key", "value")
     )
     dtype = q.dtype
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    wide = arguments.wide_dtype(dtype)
     group = n // k.shape[1]
     k, v = (jnp.repeat(x, group, axis=1).astype(wide) for x in (k, v))
     q_len, kv_len = (

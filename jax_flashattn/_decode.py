@@ -159,7 +159,7 @@ def _check_cache_scale(op, name, x, cache, head, paged):
 
 def _decode_results(names, arrays, options):
     dtype = arrays[names.index("query")].dtype
-    return {"out": dtype, "lse": jnp.float64 if dtype == jnp.float64 else jnp.float32}
+    return {"out": dtype, "lse": arguments.wide_dtype(dtype)}
 
 
 def _emit_decode(platform, operands, results, options):

@@ -39,7 +39,7 @@ def merge(outs, lses, *, layout="BTNH"):
     if lses[0].shape != outs[0].shape[:-1]:
         arguments.fail(ValueError, op, "lses", "has the wrong shape", lses[0].shape,
                        f"it must be {outs[0].shape[:-1]}")  # fmt: skip
-    wide = jnp.float64 if outs[0].dtype == jnp.float64 else jnp.float32
+    wide = arguments.wide_dtype(outs[0].dtype)
     lse = jnp.stack(lses).astype(wide)
     top = jnp.max(lse, axis=0, keepdims=True)
     top = jnp.where(jnp.isneginf(top), 0, top)

@@ -211,9 +211,6 @@ def _is_minus_infinity(x):
 
 def _mean(value, heads):
     """The mean over the keys, for every query head: (..., S, K, V) -> (..., 1, N, V)."""
-    mean = jnp.mean(value, axis=-3, keepdims=True, dtype=_wide(value.dtype)).astype(value.dtype)
+    wide = _arguments.wide_dtype(value.dtype)
+    mean = jnp.mean(value, axis=-3, keepdims=True, dtype=wide).astype(value.dtype)
     return jnp.repeat(mean, heads // value.shape[-2], axis=-2)
-
-
-def _wide(dtype):
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32

@@ -167,13 +167,9 @@ def _broadcastable(op, name, x, full):
 # ---- the primitive
 
 
-def _row_dtype(dtype):
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
 def _prefill_results(names, arrays, options):
     dtype = arrays[names.index("query")].dtype
-    return {"out": dtype, "lse": _row_dtype(dtype)}
+    return {"out": dtype, "lse": arguments.wide_dtype(dtype)}
 
 
 def score_attributes(options: Options) -> dict:
@@ -317,7 +313,7 @@ def _backward(operands, wanted, options):
         g, like = grads[f"d{name}"], operands[name]
         if g.shape == like.shape:
             return g.astype(like.dtype)
-        g = g.astype(_row_dtype(like.dtype))
+        g = g.astype(arguments.wide_dtype(like.dtype))
         g = g.reshape(-1, like.shape[0], *g.shape[1:]).sum(0)
         broadcast = tuple(i for i in range(1, g.ndim) if g.shape[i] != like.shape[i])
         return g.sum(broadcast, keepdims=True).astype(like.dtype)
