@@ -1,5 +1,7 @@
 """prefill: attention over whole sequences, differentiable in forward and reverse mode."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -143,10 +145,10 @@ def prefill(
         window_right=min(right, 0) if causal else right,
         bottom_right=causal_alignment == "bottom_right",
         deterministic=bool(deterministic),
+        lse=bool(return_lse),
     )
-    out, lse = prefill_op(operands, options)
-    out = out.reshape(*batch_shape, *out.shape[1:])
-    return (out, lse.reshape(*batch_shape, *lse.shape[1:])) if return_lse else out
+    results = [x.reshape(*batch_shape, *x.shape[1:]) for x in prefill_op(operands, options)]
+    return tuple(results) if return_lse else results[0]
 
 
 def _broadcastable(op, name, x, full):
@@ -169,7 +171,7 @@ def _broadcastable(op, name, x, full):
 
 def _prefill_results(names, arrays, options):
     dtype = arrays[names.index("query")].dtype
-    return {"out": dtype, "lse": arguments.wide_dtype(dtype)}
+    return {"out": dtype} | ({"lse": arguments.wide_dtype(dtype)} if options.lse else {})
 
 
 def score_attributes(options: Options) -> dict:
@@ -199,13 +201,16 @@ def _emit_prefill(platform, operands, results, options):
 
 def without_keys(operands, results, options):
     """Nothing to read: zeros, and an lse of -inf or of the sinks."""
+    out = jnp.zeros(results["out"].shape, results["out"].dtype)
+    if "lse" not in results:
+        return [out]
     lse = jnp.full(results["lse"].shape, -jnp.inf, results["lse"].dtype)
     if "sinks" in operands and lse.size:
         axis = options.axes("lse").index("n")
         heads = operands["sinks"]
         heads = jnp.tile(heads, (lse.shape[0] // heads.shape[0], 1))
         lse = jnp.broadcast_to(jnp.expand_dims(heads, 3 - axis), lse.shape).astype(lse.dtype)
-    return [jnp.zeros(results["out"].shape, results["out"].dtype), lse]
+    return [out, lse]
 
 
 def check_cuda(op, dtype, head_dims):
@@ -247,6 +252,8 @@ def unpad(x, like):
 
 def _prefill_jvp(primals, tangents, *, names, options, partition):
     operands = dict(zip(names, primals, strict=True))
+    count = 2 if options.lse else 1
+    options = dataclasses.replace(options, lse=True)  # the gradients need it
     out, lse = prefill_op(operands, options)
     out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
     given = {
@@ -259,10 +266,11 @@ def _prefill_jvp(primals, tangents, *, names, options, partition):
                 f"prefill: {name} has no derivative; pass ALiBi as a bias to differentiate its slopes"
             )
     if not given:
-        return [out, lse], [ad.Zero.from_primal_value(out), ad.Zero.from_primal_value(lse)]
+        zeros = [ad.Zero.from_primal_value(x) for x in (out, lse)]
+        return [out, lse][:count], zeros[:count]
     linear = {f"tangent:{name}": t for name, t in given.items()}
-    dout, dlse = tangent_op(operands | {"out": out, "lse": lse} | linear, options)
-    return [out, lse], [dout, dlse]
+    tangents = tangent_op(operands | {"out": out, "lse": lse} | linear, options)
+    return [out, lse][:count], tangents[:count]
 
 
 def _split_tangents(operands):

@@ -40,6 +40,7 @@ class Options:
     num_splits: int = 0
     batch_invariant: bool = False
     paged: bool = False
+    lse: bool = True  # of prefill: whether it is a result
 
     def axes(self, name: str) -> str:
         return _axes.axes(name, self.layout, self.paged)

@@ -27,7 +27,7 @@ inline const std::vector<BufferName> kPrefillOperands = {{"query", true},
                                                          {"key_value_segment_ids", false},
                                                          {"sinks", false}};
 inline const std::vector<BufferName> kPrefillResults = {
-    {"out", true}, {"lse", true}, {"workspace", false}};
+    {"out", true}, {"lse", false}, {"workspace", false}};
 
 inline const std::vector<BufferName> kBackwardOperands = [] {
   std::vector<BufferName> names = kPrefillOperands;
@@ -41,7 +41,8 @@ inline const std::vector<BufferName> kBackwardResults = {{"dquery", true}, {"dke
 inline const std::vector<BufferName> kDecodeOperands = {
     {"query", true},       {"key_cache", true},  {"value_cache", true},  {"seq_lens", true},
     {"page_table", false}, {"key_scale", false}, {"value_scale", false}, {"sinks", false}};
-inline const std::vector<BufferName> kDecodeResults = kPrefillResults;
+inline const std::vector<BufferName> kDecodeResults = {
+    {"out", true}, {"lse", true}, {"workspace", false}};
 
 // ---- layouts
 
@@ -276,16 +277,18 @@ inline ffi::ErrorOr<PrefillParams> make_scoring_params(const char* op, const Pre
   return p;
 }
 
-// out and lse, wherever they are: full batch, and what prefill would write.
+// out and lse, wherever they are: full batch, and what prefill would write. Without an lse its data
+// stays null.
 [[nodiscard]] inline ffi::Error bind_outputs(const NamedBuffers& buffers, const Layout& layout,
                                              const Problem& pr, Strided* o, Rows* lse) {
-  ffi::Error e =
-      first_error({check_buffer(buffers, "out", pr.dtype,
-                                layout.shape(pr.batch, pr.q_len, pr.q_heads, pr.value_dim)),
-                   check_buffer(buffers, "lse", row_dtype(pr.dtype),
-                                layout.row_shape(pr.batch, pr.q_len, pr.q_heads))});
+  ffi::Error e = check_buffer(buffers, "out", pr.dtype,
+                              layout.shape(pr.batch, pr.q_len, pr.q_heads, pr.value_dim));
   if (e.failure()) return e;
   *o = layout.strided(buffers["out"]);
+  if (buffers.find("lse") == nullptr) return e;
+  e = check_buffer(buffers, "lse", row_dtype(pr.dtype),
+                   layout.row_shape(pr.batch, pr.q_len, pr.q_heads));
+  if (e.failure()) return e;
   *lse = layout.rows(buffers["lse"]);
   return e;
 }

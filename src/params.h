@@ -32,7 +32,8 @@ struct Strided {
   }
 };
 
-// lse and the like: one number a query row. data is float32, float64 when the call's dtype is.
+// lse and the like: one number a query row. data is float32, float64 when the call's dtype is; null
+// when nobody asks for it.
 struct Rows {
   void* data = nullptr;
   int64_t batch = 0, seq = 0, head = 0;

@@ -61,9 +61,9 @@ def check_gradients(platform, case, seed=0, lse=True, **extra):
         check_gradient(ours[name], expected[name], measure[name], f"d{name}", case.dtype, lse)
 
 
-def prefill(case, arrays, **extra):
+def prefill(case, arrays, return_lse=True, **extra):
     with precision(case):
-        return _static(jax_flashattn.prefill, case, return_lse=True, **extra)(**arrays)
+        return _static(jax_flashattn.prefill, case, return_lse=return_lse, **extra)(**arrays)
 
 
 def xla_prefill(case, arrays):

@@ -379,6 +379,21 @@ def _calls(function, *args):
     return counts
 
 
+def test_lse_is_computed_only_where_it_is_needed(platform):
+    q, k, v = (jnp.asarray(x) for x in make_inputs(platform.fit(Case(q_len=40))).values())
+
+    def results(function, *args):
+        (eqn,) = (
+            e for e in jax.make_jaxpr(function)(*args).eqns if e.primitive.name == "flash_prefill"
+        )
+        return len(eqn.outvars)
+
+    out = jax_flashattn.prefill
+    assert results(out, q, k, v) == 1
+    assert results(lambda q: out(q, k, v, return_lse=True), q) == 2
+    assert results(lambda q: jax.vjp(lambda q: out(q, k, v), q)[0], q) == 2
+
+
 @pytest.mark.parametrize(
     "policy,forwards",
     [

@@ -256,6 +256,24 @@ def test_repeats_bitwise(platform):
             check_same(again, once)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(q_len=257),
+        Case(q_len=200, kv_len=100, causal=False, head_dim=256, layout="BNTH"),
+        Case(q_len=70, head_dim=40, kv_lengths=(0, 70)),
+        Case(q_len=33, sinks=True, softcap=5.0),
+        Case(q_len=8, kv_len=0, sinks=True),
+    ],
+    ids=str,
+)
+def test_without_lse(platform, case):
+    case = platform.fit(case)
+    arrays = make_inputs(case)
+    out, _ = prefill(case, arrays)
+    check_same(prefill(case, arrays, return_lse=False), out)
+
+
 def test_skipped_tiles_change_no_bit(platform):
     """Causal by loop bounds, and causal by a mask over every tile, are the same numbers."""
     case = platform.fit(Case(q_len=193))

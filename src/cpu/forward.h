@@ -220,6 +220,7 @@ void write_row(const PrefillParams& params, int b, int position, int head, typen
   for (int d = 0; d < dim; ++d) output[d] = empty ? 0 : output[d] / sum;
   Convert<V>::store_row(params.o.data, output, params.problem.dtype,
                         params.o.offset(b, position, head), dim);
+  if (params.lse.data == nullptr) return;
   static_cast<Real*>(params.lse.data)[params.lse.offset(b, position, head)] =
       empty ? -V::kInfinity : maximum + static_cast<Real>(std::log(sum));
 }

@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
     const int row = first_row + 8 * r + lane / 4;
     results[r] = softmax.finish(r, sink);
     if (row >= block.sequence.q_len) results[r] = {0.0f, -INFINITY};
-    if (lane % 4 == 0 && row < problem.q_len) {
+    if (lse != nullptr && lane % 4 == 0 && row < problem.q_len) {
       lse[params.lse.offset(batch, row, block.head)] = results[r].lse;
     }
   }
