@@ -329,8 +329,8 @@ __global__ void __launch_bounds__(32 * Warps,
 // Where sequence b finds an operand with `batches` of them, `stride` apart: b * step.
 constexpr int64_t sequence_step(int batches, int64_t stride) { return batches == 1 ? 0 : stride; }
 
-inline LeanArgs lean_args(const DecodeArgs& call) {
-  const DecodeParams& params = call.params;
+inline LeanArgs lean_args(const DecodeParams& params, const DecodePlan& plan,
+                          const DecodeArgs& call) {
   const int width = byte_width(params.cache_dtype);
   const auto bytes = [&](int64_t elements) { return static_cast<int>(elements * width); };
   LeanArgs args = {};
@@ -358,8 +358,8 @@ inline LeanArgs lean_args(const DecodeArgs& call) {
   args.last_token = params.problem.q_len - 1;
   args.heads_of_token = call.group;
   args.query_token = bytes(params.q.seq);
-  args.stages = call.plan.stages;
-  args.eager = call.plan.eager;
+  args.stages = call.stages;
+  args.eager = plan.eager;
   args.page_size = call.page_size;
   args.num_pages = params.num_pages;
   args.scale_log2 = call.scale_log2;
@@ -373,11 +373,8 @@ inline LeanArgs lean_args(const DecodeArgs& call) {
   args.out_token = static_cast<int>(params.o.seq);
   args.lse_token = static_cast<int>(params.lse.seq);
   args.sinks_step = static_cast<int>(sequence_step(params.sinks.batches, params.sinks.width));
-  if (call.plan.combines()) {
-    const Partials partials = Partials::of(call);
-    args.partial_outs = partials.outs;
-    args.partial_stats = partials.stats;
-  }
+  args.partial_outs = call.partial_outs;
+  args.partial_stats = call.partial_stats;
   return args;
 }
 

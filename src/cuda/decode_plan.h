@@ -71,14 +71,13 @@ struct DecodeSmem {
   int query_scales;    // 8-bit caches: a float for each query row
   int rings;           // one for each warp, later its staged accumulators
   int warp_region;     // the distance between them
-  int notes;           // what a warp remembers of the tiles in its ring: DecodeTileNotes
+  int scales;          // 8-bit caches: of the tokens of the tiles in a warp's ring: TokenScales
   int total;
 };
 
-// Beside each tile: which of its tokens have a page and, for 8-bit caches, the scales of the
-// tokens.
-constexpr int decode_notes_bytes(int row_bytes, int cache_width) {
-  return 16 + (cache_width == 1 ? 2 * 4 * decode_tile_tokens(row_bytes) : 0);
+// The scales of a tile's tokens: keys', then values'.
+constexpr int decode_scale_bytes(int row_bytes, int cache_width) {
+  return cache_width == 1 ? 2 * 4 * decode_tile_tokens(row_bytes) : 0;
 }
 
 // The ring of a warp, later its staged accumulators, in bytes.
@@ -101,8 +100,8 @@ constexpr DecodeSmem decode_smem(int head_dim, int cache_width, int column_block
       smem.query + (decode_query_in_registers(head_dim, column_blocks) ? 0 : rows * head_dim * 2);
   smem.rings = divide_up(smem.query_scales + (cache_width == 1 ? rows * 4 : 0), 128) * 128;
   smem.warp_region = decode_warp_region(head_dim, cache_width, stages);
-  smem.notes = smem.rings + warps * smem.warp_region;
-  smem.total = smem.notes + warps * stages * decode_notes_bytes(row_bytes, cache_width);
+  smem.scales = smem.rings + warps * smem.warp_region;
+  smem.total = smem.scales + warps * stages * decode_scale_bytes(row_bytes, cache_width);
   return smem;
 }
 
