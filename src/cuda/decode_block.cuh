@@ -91,9 +91,9 @@ struct DecodeRow {
 // The part of the call that one block computes.
 struct DecodeBlock {
   int batch, kv_head;
-  int split, splits;     // this block's share of the keys: tiles split, split + splits, ...
-  int64_t partial_slot;  // when there are several
-  int first_row, rows;   // of the query rows of the kv head
+  int split, splits;    // this block's share of the keys: tiles split, split + splits, ...
+  int place;            // along x, apart from splits and row blocks
+  int first_row, rows;  // of the query rows of the kv head
   int length;
   KeyRange keys;      // that any row of the block sees
   KeyRange interior;  // that every row sees
@@ -105,6 +105,15 @@ struct DecodeBlock {
   }
   // Columns of the last block behind the rows repeat the last row; they are never stored.
   __device__ int row_of_column(int column) const { return first_row + min(column, rows - 1); }
+
+  // Where its partial output goes when there are several splits. Those of extra blocks come behind
+  // all others.
+  __device__ int64_t partial_slot(const DecodeArgs& args) const {
+    if (place < args.extra_blocks)
+      return int64_t{args.batch} * args.kv_heads + int64_t{kv_head} * args.extra_blocks + place;
+    const int64_t pair = int64_t{batch} * args.kv_heads + kv_head;
+    return pair * static_cast<int>(args.splits.divisor) + split;
+  }
 
   __device__ void find_keys(const DecodeArgs& args, int found_length) {
     length = clamp_length(found_length, args.capacity);

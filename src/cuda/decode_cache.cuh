@@ -67,12 +67,11 @@ struct CacheHead {
 
   __device__ CacheHead(const DecodeArgs& args, const DecodeCache& cache, int b, int kv_head,
                        int lane)
-      : lane_data(cache.data + kv_head * cache.head + lane % Shape::kLanesPerRow * 16),
+      : lane_data(cache.data + kv_head * cache.head + lane % Shape::kLanesPerRow * 16 +
+                  (args.page_table ? 0 : batch_entry(b, cache.batches)) * cache.page),
         page_stride(cache.page),
         token_stride(cache.token),
-        lane_chunks(cache.row_chunks - lane % Shape::kLanesPerRow) {
-    if (!args.page_table) lane_data += batch_entry(b, cache.batches) * cache.page;
-  }
+        lane_chunks(cache.row_chunks - lane % Shape::kLanesPerRow) {}
 };
 
 // Starts the copy of one tile at `place`. lane_tile is where the lane's first chunk goes. Tokens

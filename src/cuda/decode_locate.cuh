@@ -105,7 +105,7 @@ __device__ __forceinline__ bool locate_block(DecodeBlock& block, const DecodeArg
       (sequence_rows - sequence * static_cast<int>(args.row_blocks.divisor)) * Shape::kRows;
   block.rows = min(Shape::kRows, args.query_rows - block.first_row);
 
-  block.batch = sequence;
+  block.place = block.batch = sequence;
   block.splits = static_cast<int>(args.splits.divisor);
   block.split = blockIdx.x - sequence_rows * block.splits;
   if (args.extra_blocks > 0) {
@@ -115,11 +115,6 @@ __device__ __forceinline__ bool locate_block(DecodeBlock& block, const DecodeArg
     block.split = part.split;
     block.splits = part.splits;
   }
-  const int64_t pair = int64_t{block.batch} * args.kv_heads + block.kv_head;
-  block.partial_slot = pair * static_cast<int>(args.splits.divisor) + block.split;
-  if (sequence < args.extra_blocks)
-    block.partial_slot =
-        int64_t{args.batch} * args.kv_heads + int64_t{block.kv_head} * args.extra_blocks + sequence;
   return true;
 }
 

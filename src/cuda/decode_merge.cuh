@@ -128,7 +128,7 @@ struct MergeSite {
   }
   __device__ Partials partials() const { return Partials::of(args); }
   __device__ int64_t partial_index(const Partials& partials, int row) const {
-    return partials.index(block.partial_slot, block.first_row + row);
+    return partials.index(block.partial_slot(args), block.first_row + row);
   }
 };
 
