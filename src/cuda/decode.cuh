@@ -286,12 +286,25 @@ Status launch_decode_shape(const DecodeParams& params, const DecodePlan& plan, c
   return launch_combine<typename Shape::Element, Shape::kByteCache>(args, device, stream);
 }
 
+template <class Shape, int Warps, int Cluster>
+const void* lean_kernel(bool featured) {
+  return featured
+             ? reinterpret_cast<const void*>(&decode_lean_kernel<Shape, Warps, Cluster, true>)
+             : reinterpret_cast<const void*>(&decode_lean_kernel<Shape, Warps, Cluster, false>);
+}
+
 template <class Shape, int Warps>
-const void* lean_kernel(int cluster) {
-  return reinterpret_cast<const void*>(cluster == 8   ? &decode_lean_kernel<Shape, Warps, 8>
-                                       : cluster == 4 ? &decode_lean_kernel<Shape, Warps, 4>
-                                       : cluster == 2 ? &decode_lean_kernel<Shape, Warps, 2>
-                                                      : &decode_lean_kernel<Shape, Warps, 1>);
+const void* lean_kernel(const DecodePlan& plan) {
+  switch (plan.cluster) {
+    case 8:
+      return lean_kernel<Shape, Warps, 8>(plan.featured);
+    case 4:
+      return lean_kernel<Shape, Warps, 4>(plan.featured);
+    case 2:
+      return lean_kernel<Shape, Warps, 2>(plan.featured);
+    default:
+      return lean_kernel<Shape, Warps, 1>(plan.featured);
+  }
 }
 
 template <class Shape>
@@ -301,12 +314,12 @@ Status launch_decode_lean(const DecodeParams& params, const DecodePlan& plan, co
   const Problem& problem = params.problem;
   const void* kernel = nullptr;
   if (plan.warps == kMost) {
-    kernel = lean_kernel<Shape, kMost>(plan.cluster);
+    kernel = lean_kernel<Shape, kMost>(plan);
   } else if constexpr (Shape::kColumnBlocks == 1) {
     if constexpr (decode_clusters_share_sm(Shape::kRowBytes)) {
-      kernel = lean_kernel<Shape, kDecodeFewWarps>(plan.cluster);
+      kernel = lean_kernel<Shape, kDecodeFewWarps>(plan);
     } else {
-      kernel = reinterpret_cast<const void*>(&decode_lean_kernel<Shape, kDecodeFewWarps, 1>);
+      kernel = lean_kernel<Shape, kDecodeFewWarps, 1>(plan.featured);
     }
   }
   const unsigned pairs = static_cast<unsigned>(problem.batch) * problem.kv_heads;

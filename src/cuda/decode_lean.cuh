@@ -1,6 +1,7 @@
-// The lean kernel: decode_kernel for the common call, in a third of the code. One new token in one
-// column block, or a few in two; rows of the compiled head dim, no window, tiles inside one page. A
-// short call is mostly cold instructions and cold parameters; both are few here.
+// The lean kernel: decode_kernel for the common call, in less than half of the code. One new token
+// in one column block, or a few in two; a 16-bit cache, rows of the compiled head dim, tiles inside
+// one page. Featured adds a sliding window and a soft cap. A short call is mostly cold instructions
+// and cold parameters; both are few here.
 #ifndef FLASHATTN_CUDA_DECODE_LEAN_CUH_
 #define FLASHATTN_CUDA_DECODE_LEAN_CUH_
 
@@ -43,12 +44,16 @@ struct LeanArgs {
   int out_head, lse_head, sinks_step, out_token, lse_token;
   float* partial_outs;
   float4* partial_stats;
+
+  int window;     // keys that a row sees in front of its own, at most the capacity
+  float softcap;  // 0: none
 };
 
 // Which (sequence, kv head) and which of its splits a block has. Splits lie along x when they are a
 // cluster, else along y. Query rows are ordered by token, then by head of the group.
-template <class Shape, int Warps, int Cluster>
+template <class Shape, int Warps, int Cluster, bool Featured>
 struct LeanSite {
+  static constexpr bool kFeatured = Featured;
   const LeanArgs& args;
   int batch, kv_head;
 
@@ -69,6 +74,11 @@ struct LeanSite {
   }
   __device__ int warp_region() const {
     return decode_warp_region(Shape::kHeadDim, Shape::kWidth, args.stages);
+  }
+
+  // The first key that any row sees.
+  __device__ int first_key(int length) const {
+    return Featured ? max(0, length - 1 - last_token() - args.window) : 0;
   }
 
   // One column block is compiled for one token.
@@ -127,7 +137,7 @@ struct LeanQuery {
 
 // The ring of one warp: as TileRing, for tiles inside one page whose tokens are visible up to a
 // limit.
-template <class Shape>
+template <class Shape, bool Featured>
 class LeanRing {
  public:
   template <class Site>
@@ -161,10 +171,10 @@ class LeanRing {
     return absent ? 0 : left;
   }
 
-  __device__ void ask_keys(int stage, TokenPlace place, int tokens) const {
+  __device__ void ask_keys(int stage, TokenPlace place, KeyRange tokens) const {
     copy(keys(stage), keys_ + place.page * args_.key_page, args_.key_token, place.slot, tokens);
   }
-  __device__ void ask_values(int stage, TokenPlace place, int tokens) const {
+  __device__ void ask_values(int stage, TokenPlace place, KeyRange tokens) const {
     copy(values(stage), values_ + place.page * args_.value_page, args_.value_token, place.slot,
          tokens);
   }
@@ -185,15 +195,16 @@ class LeanRing {
   }
 
  private:
-  // Rows from `tokens` on are not read but become zero: values are multiplied by weights of zero
+  // Rows outside `tokens` are not read but become zero: values are multiplied by weights of zero
   // and must not be NaN.
   __device__ void copy(uint32_t tile, const char* page, int token_stride, int slot,
-                       int tokens) const {
+                       KeyRange tokens) const {
     const char* source = page + static_cast<int64_t>(slot + lane_row_) * token_stride;
     const int64_t step = int64_t{Shape::kRowsPerCopy} * token_stride;
 #pragma unroll
     for (int i = 0; i < Shape::kCopies; ++i) {
-      const int bytes = lane_row_ + i * Shape::kRowsPerCopy < tokens ? 16 : 0;
+      const int row = lane_row_ + i * Shape::kRowsPerCopy;
+      const int bytes = row < tokens.end && (!Featured || row >= tokens.begin) ? 16 : 0;
 #pragma unroll
       for (int piece = 0; piece < Shape::kPieces; ++piece)
         cp_async_16_zfill(
@@ -210,58 +221,72 @@ class LeanRing {
   const int32_t* table_;
 };
 
-// Hides the tokens of a tile behind the first `tokens`, and from a row those newer than its own.
+// Hides the tokens of a tile behind the first `tokens`, and from a row those newer than its own or
+// in front of its window.
 template <class Shape, class Site>
 __device__ __forceinline__ void hide_tokens(TileScores<Shape>& scores, const Site& site, int tokens,
                                             int lane) {
-  if (tokens >= Shape::kTileTokens + site.last_token()) return;
+  const int newest_window = Site::kFeatured ? tokens - 1 - site.args.window : 0;  // its begin
+  if (tokens >= Shape::kTileTokens + site.last_token() && newest_window <= 0) return;
 #pragma unroll
   for (int c = 0; c < Shape::kColumnBlocks; ++c)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = site.row_of_column(c * kDecodeColumns + 2 * (lane % 4) + h);
       const int visible = tokens - (site.last_token() - site.token(row));
+      const int hidden = Site::kFeatured ? visible - 1 - site.args.window : 0;
 #pragma unroll
       for (int n = 0; n < Shape::kTokenBlocks; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (16 * n + 8 * i + lane / 4 >= visible) scores[c][n][2 * i + h] = -INFINITY;
+        for (int i = 0; i < 2; ++i) {
+          const int token = 16 * n + 8 * i + lane / 4;
+          if (token >= visible || (Site::kFeatured && token < hidden))
+            scores[c][n][2 * i + h] = -INFINITY;
+        }
     }
 }
 
 // Starts the copies of one tile: two groups, keys first.
-template <class Shape>
-__device__ __forceinline__ void ask_tile(const LeanRing<Shape>& ring, int stage, TokenPlace place,
-                                         int tokens, bool exists) {
+template <class Shape, bool Featured>
+__device__ __forceinline__ void ask_tile(const LeanRing<Shape, Featured>& ring, int stage,
+                                         TokenPlace place, KeyRange tokens, bool exists) {
   if (exists) ring.ask_keys(stage, place, tokens);
   cp_async_commit();
   if (exists) ring.ask_values(stage, place, tokens);
   cp_async_commit();
 }
 
-template <class Shape, int Warps, int Cluster>
+template <class Shape, int Warps, int Cluster, bool Featured>
 __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char* smem) {
   constexpr int kTokens = Shape::kTileTokens;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stages = args.stages;
-  using Site = LeanSite<Shape, Warps, Cluster>;
+  using Site = LeanSite<Shape, Warps, Cluster, Featured>;
   const Site site(args);
   const int found_length =
       static_cast<int>(load_now_b32(args.lengths + int64_t{site.batch} * args.length_step));
   const LeanQuery<Shape> query(site, lane);
 
-  const LeanRing<Shape> ring(site, smem, warp, lane);
-  const int begin = site.split() * site.warps() + warp, step = site.splits() * site.warps();
-  // Lane i looks up the place for stage i.
-  const TokenPlace first_places = ring.find(begin + lane * step);
-  if (args.eager != 0) {
-    const int left = args.capacity - begin * kTokens;
-    ask_tile(ring, 0, ring.find(begin), left, left > 0);
+  const LeanRing<Shape, Featured> ring(site, smem, warp, lane);
+  const int step = site.splits() * site.warps();
+  int begin = site.split() * site.warps() + warp;
+  TokenPlace first_places;  // lane i: of stage i's tile
+  if constexpr (!Featured) {
+    first_places = ring.find(begin + lane * step);
+    if (args.eager != 0) {
+      const int left = args.capacity - begin * kTokens;
+      ask_tile(ring, 0, ring.find(begin), {0, left}, left > 0);
+    }
   }
   const BlockMerge<Shape, Site> merge(site, smem);
   merge.open();
 
   const int length = clamp_length(found_length, args.capacity);
   const int end = (length + kTokens - 1) / kTokens;
+  const int first_key = site.first_key(length);
+  if constexpr (Featured) {
+    begin += first_key / kTokens;
+    first_places = ring.find(begin + lane * step);
+  }
   uint32_t absent = 0;  // a bit for each stage
   const auto tokens_of = [&](int tile, int stage) {
     return absent >> stage & 1 ? 0 : length - tile * kTokens;
@@ -273,7 +298,7 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
                               __shfl_sync(~0u, first_places.slot, i)};
     const int tokens = ring.tokens(place, length - tile * kTokens);
     if (tokens == 0) absent |= 1u << i;
-    ask_tile(ring, i, place, tokens, tile < end);
+    ask_tile(ring, i, place, {first_key - tile * kTokens, tokens}, tile < end);
   }
   merge.wait_until_open();
 
@@ -286,25 +311,33 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     const bool more = tile + ahead < end;
     const int tokens = tokens_of(tile, stage);
     const int next_tokens = ring.tokens(next, length - (tile + ahead) * kTokens);
+    const KeyRange next_range = {first_key - (tile + ahead) * kTokens, next_tokens};
 
     wait_for_oldest(stages);
     __syncwarp();
     TileScores<Shape> scores;
     score_tile<Shape>(scores, ring.keys(stage), query, lane);
+    float to_log2 = args.scale_log2;
+    if constexpr (Featured) {
+      if (args.softcap > 0.0f) {
+        cap_scores<Shape>(scores, args.softcap, to_log2);
+        to_log2 = 1.0f;
+      }
+    }
     hide_tokens<Shape>(scores, site, tokens, lane);
     __syncwarp();
-    if (more) ring.ask_keys(stage, next, next_tokens);
+    if (more) ring.ask_keys(stage, next, next_range);
     cp_async_commit();
 
     TileWeights<Shape> weights;
-    weigh_tile<Shape>(state, scores, weights, args.scale_log2);
+    weigh_tile<Shape>(state, scores, weights, to_log2);
 
     wait_for_oldest(stages);
     __syncwarp();
-    if (tokens < kTokens) ring.clear_values(stage, tokens);
+    if (!Featured && tokens < kTokens) ring.clear_values(stage, tokens);
     accumulate_values<Shape>(state, ring.values(stage), weights, lane);
     __syncwarp();
-    if (more) ring.ask_values(stage, next, next_tokens);
+    if (more) ring.ask_values(stage, next, next_range);
     cp_async_commit();
 
     absent = next_tokens == 0 ? absent | 1u << stage : absent & ~(1u << stage);
@@ -316,12 +349,12 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
   merge.run(state);
 }
 
-template <class Shape, int Warps, int Cluster>
+template <class Shape, int Warps, int Cluster, bool Featured>
 __global__ void __launch_bounds__(32 * Warps,
                                   Shape::kHeadDim* Shape::kColumnBlocks <= 128 ? 16 / Warps : 1)
     decode_lean_kernel(const __grid_constant__ LeanArgs args) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  if constexpr (kHasLeanKernel) decode_lean<Shape, Warps, Cluster>(args, smem);
+  if constexpr (kHasLeanKernel) decode_lean<Shape, Warps, Cluster, Featured>(args, smem);
 }
 
 // ---- Host
@@ -375,6 +408,8 @@ inline LeanArgs lean_args(const DecodeParams& params, const DecodePlan& plan,
   args.sinks_step = static_cast<int>(sequence_step(params.sinks.batches, params.sinks.width));
   args.partial_outs = call.partial_outs;
   args.partial_stats = call.partial_stats;
+  args.window = call.window;
+  args.softcap = call.softcap;
   return args;
 }
 

@@ -132,10 +132,11 @@ struct DecodePlan {
   int splits = 1;         // blocks for the keys of each of them
   int cluster = 1;        // splits when they merge inside a cluster, else 1
   int warps = kDecodeMaxWarps;
-  int stages = 1;        // tiles of keys, and of values, in a warp's ring
-  int extra_blocks = 0;  // ragged: blocks of a kv head and row block beside one for each sequence
-  bool lean = false;     // the small kernel of decode_lean.cuh
-  int eager = 0;         // its tiles of a warp that are fetched before the length is known: 0 or 1
+  int stages = 1;         // tiles of keys, and of values, in a warp's ring
+  int extra_blocks = 0;   // ragged: blocks of a kv head and row block beside one for each sequence
+  bool lean = false;      // the small kernel of decode_lean.cuh
+  bool featured = false;  // the lean kernel with a window or a soft cap
+  int eager = 0;          // its tiles of a warp that are fetched before the length is known: 0 or 1
   DecodeSmem smem = {};
   const char* reason = "";
 
@@ -286,7 +287,6 @@ constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int h
                        const DecodeDevice& device) {
   const Problem& problem = params.problem;
   const int row_bytes = head_dim * byte_width(params.cache_dtype);
-  const bool plain = params.scores.softcap == 0.0 && params.scores.window_left == kUnlimited;
   const bool whole = problem.head_dim == head_dim && problem.value_dim == head_dim &&
                      byte_width(params.cache_dtype) == 2 &&
                      (!params.page_table || params.page_size % decode_tile_tokens(row_bytes) == 0);
@@ -309,7 +309,7 @@ constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int h
        {params.q.head, params.q.seq, params.o.seq, params.lse.seq, params.k.seq, params.k.head,
         params.v.seq, params.v.head, params.o.head, params.lse.head, params.page_table.width})
     small = small && stride >= 0 && stride < (1 << 30);
-  return device.merges_in_clusters() && compiled && plain && whole && one_block && direct && small;
+  return device.merges_in_clusters() && compiled && whole && one_block && direct && small;
 }
 
 }  // namespace decode_plan_internal
@@ -341,8 +341,11 @@ constexpr DecodePlan plan_decode(const DecodeParams& params, int head_dim,
   plan.reason = cut.reason;
   internal::choose_rings(params, work, device, head_dim, &plan);
   plan.lean = internal::is_lean(params, plan, head_dim, device);
+  plan.featured =
+      plan.lean && (params.scores.softcap != 0.0 || params.scores.window_left < problem.kv_len);
   // Worth it where a warp has few tiles, and wasted on a sequence that is short.
-  plan.eager = !params.page_table && work.tiles <= 8 * int64_t{plan.splits} * plan.warps;
+  plan.eager =
+      !params.page_table && !plan.featured && work.tiles <= 8 * int64_t{plan.splits} * plan.warps;
   return plan;
 }
 
