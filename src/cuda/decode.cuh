@@ -30,20 +30,6 @@ struct TileWalk {
   }
 };
 
-// What a warp remembers of the tiles in its ring, lane i of the one in stage i.
-class PresentTokens {
- public:
-  __device__ explicit PresentTokens(int lane) : lane_(lane) {}
-  __device__ void set(int stage, uint32_t present) {
-    if (lane_ == stage) mine_ = present;
-  }
-  __device__ uint32_t get(int stage) const { return __shfl_sync(~0u, mine_, stage); }
-
- private:
-  int lane_;
-  uint32_t mine_ = 0;
-};
-
 // From products to the scores that softmax takes, and the scales of 8-bit caches.
 template <class Shape>
 class ScoreRule {
@@ -135,7 +121,7 @@ struct FirstPlaces {
 // stages: a short call meets it cold in the instruction cache.
 template <class Shape>
 __device__ __forceinline__ void fill_ring(const TileRing<Shape>& ring, FirstPlaces& places,
-                                          PresentTokens& present, const TileWalk<Shape>& walk,
+                                          StageWords& present, const TileWalk<Shape>& walk,
                                           KeyRange keys, int stages) {
 #pragma unroll 1
   for (int i = 0; i < stages; ++i) {
@@ -154,7 +140,7 @@ __device__ __forceinline__ void fill_ring(const TileRing<Shape>& ring, FirstPlac
 // of the tile after that is looked up one step before it is needed.
 template <class Shape>
 __device__ __forceinline__ void attend(WarpState<Shape>& state, const TileRing<Shape>& ring,
-                                       PresentTokens& present, const ScoreRule<Shape>& rule,
+                                       StageWords& present, const ScoreRule<Shape>& rule,
                                        const QueryFragments<Shape>& query,
                                        const TileWalk<Shape>& walk, KeyRange keys, int stages,
                                        int lane) {
@@ -232,7 +218,7 @@ __global__ void __launch_bounds__(32 * kDecodeMaxWarps, decode_blocks_per_sm<Sha
   block.find_keys(args, length);
   walk.limit(block.keys);
   if (windowed) places.find(ring.map(), walk, lane);
-  PresentTokens present(lane);
+  StageWords present(lane);
   fill_ring<Shape>(ring, places, present, walk, block.keys, stages);
   query.finish();
   rule.finish(query);

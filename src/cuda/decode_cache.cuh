@@ -20,6 +20,20 @@ __device__ __forceinline__ uint32_t tokens_among(KeyRange keys, int first) {
   return bits_below(keys.end - first) & ~bits_below(keys.begin - first);
 }
 
+// A word about the tile in each stage of a warp's ring; lane i keeps that of stage i.
+class StageWords {
+ public:
+  __device__ explicit StageWords(int lane) : lane_(lane) {}
+  __device__ void set(int stage, uint32_t word) {
+    if (lane_ == stage) mine_ = word;
+  }
+  __device__ uint32_t get(int stage) const { return __shfl_sync(~0u, mine_, stage); }
+
+ private:
+  int lane_;
+  uint32_t mine_ = 0;
+};
+
 // From token positions of one sequence to pages. A contiguous cache has one page, which holds the
 // sequence.
 template <class Shape>

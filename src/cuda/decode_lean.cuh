@@ -1,7 +1,7 @@
 // The lean kernel: decode_kernel for the common call, in less than half of the code. One new token
 // in one column block, or a few in two; a 16-bit cache, rows of the compiled head dim, tiles inside
-// one page. Featured adds a sliding window and a soft cap. A short call is mostly cold instructions
-// and cold parameters; both are few here.
+// one page. Featured adds sliding windows, the soft cap and pages of any size. A short call is
+// mostly cold instructions and cold parameters; both are few here.
 #ifndef FLASHATTN_CUDA_DECODE_LEAN_CUH_
 #define FLASHATTN_CUDA_DECODE_LEAN_CUH_
 
@@ -135,8 +135,14 @@ struct LeanQuery {
   }
 };
 
-// The ring of one warp: as TileRing, for tiles inside one page whose tokens are visible up to a
-// limit.
+// The tokens of a tile that are read. Only the featured kernel has a begin and holes.
+struct LeanTokens {
+  int begin, end;
+  uint32_t holes;  // a bit for each token, of a tile on several pages, that has no page
+};
+
+// The ring of one warp: as TileRing, for tokens that are visible up to a limit. Tiles lie inside
+// one page, except in the featured kernel.
 template <class Shape, bool Featured>
 class LeanRing {
  public:
@@ -151,15 +157,23 @@ class LeanRing {
     keys_ = args_.keys + int64_t{site.kv_head} * args_.key_head + chunk;
     values_ = args_.values + int64_t{site.kv_head} * args_.value_head + chunk;
     if (args_.page_table) table_ = args_.page_table + int64_t{site.batch} * args_.table_step;
+    if constexpr (Featured)
+      straddles_ = args_.page_table && args_.page_size.divisor % Shape::kTileTokens != 0;
   }
 
   __device__ uint32_t keys(int stage) const { return ring_ + stage * 2 * Shape::kTileBytes; }
   __device__ uint32_t values(int stage) const { return keys(stage) + Shape::kTileBytes; }
 
-  // The place of a tile's first token. Waits for nothing but the table: behind the length its
-  // entries are read, as far as the table goes, and not followed.
+  // Featured: whether a tile may lie on several pages.
+  __device__ bool straddles() const { return straddles_; }
+
+  // The place of a tile's first token or, where tiles straddle pages, of the token that has this
+  // lane's number in the tile. Waits for nothing but the table: behind the length its entries are
+  // read, as far as the table goes, and not followed.
   __device__ TokenPlace find(int tile) const {
-    const int token = tile * Shape::kTileTokens;
+    int token = tile * Shape::kTileTokens;
+    if constexpr (Featured)
+      if (straddles_) token += threadIdx.x % Shape::kTileTokens;
     if (!args_.page_table) return {batch_, token};
     const int index = divide(token, args_.page_size);
     const int page = token < args_.capacity ? static_cast<int>(load_now_b32(table_ + index)) : -1;
@@ -167,14 +181,18 @@ class LeanRing {
   }
   // How many tokens of a tile there are, of which `left` lie in front of the limit.
   __device__ int tokens(TokenPlace place, int left) const {
-    const bool absent = args_.page_table && static_cast<unsigned>(place.page) >= args_.num_pages;
-    return absent ? 0 : left;
+    if constexpr (Featured)
+      if (straddles_) return left;
+    return absent(place) ? 0 : left;
+  }
+  __device__ uint32_t holes(TokenPlace place) const {
+    return straddles_ ? __ballot_sync(~0u, absent(place)) : 0;
   }
 
-  __device__ void ask_keys(int stage, TokenPlace place, KeyRange tokens) const {
+  __device__ void ask_keys(int stage, TokenPlace place, LeanTokens tokens) const {
     copy(keys(stage), keys_ + place.page * args_.key_page, args_.key_token, place.slot, tokens);
   }
-  __device__ void ask_values(int stage, TokenPlace place, KeyRange tokens) const {
+  __device__ void ask_values(int stage, TokenPlace place, LeanTokens tokens) const {
     copy(values(stage), values_ + place.page * args_.value_page, args_.value_token, place.slot,
          tokens);
   }
@@ -195,10 +213,32 @@ class LeanRing {
   }
 
  private:
+  __device__ bool absent(TokenPlace place) const {
+    return args_.page_table && static_cast<unsigned>(place.page) >= args_.num_pages;
+  }
+
+  // The copy of a tile that straddles pages: each lane has the address of the token of its number.
+  __device__ void gather(uint32_t tile, const char* token, LeanTokens tokens) const {
+#pragma unroll 1
+    for (int i = 0; i < Shape::kCopies; ++i) {
+      const int row = lane_row_ + i * Shape::kRowsPerCopy;
+      const char* source =
+          reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(token), row));
+      const bool read = row >= tokens.begin && row < tokens.end && (tokens.holes >> row & 1) == 0;
+#pragma unroll
+      for (int piece = 0; piece < Shape::kPieces; ++piece)
+        cp_async_16_zfill(
+            tile + Shape::move(lane_place_, i * Shape::kRowsPerCopy, piece * Shape::kLanesPerRow),
+            source + piece * Shape::kLanesPerRow * 16, read ? 16 : 0);
+    }
+  }
+
   // Rows outside `tokens` are not read but become zero: values are multiplied by weights of zero
   // and must not be NaN.
   __device__ void copy(uint32_t tile, const char* page, int token_stride, int slot,
-                       KeyRange tokens) const {
+                       LeanTokens tokens) const {
+    if constexpr (Featured)
+      if (straddles_) return gather(tile, page + int64_t{slot} * token_stride, tokens);
     const char* source = page + static_cast<int64_t>(slot + lane_row_) * token_stride;
     const int64_t step = int64_t{Shape::kRowsPerCopy} * token_stride;
 #pragma unroll
@@ -219,29 +259,33 @@ class LeanRing {
   uint32_t ring_, lane_place_;
   const char *keys_, *values_;  // the lane's first chunk of page 0, token 0
   const int32_t* table_;
+  bool straddles_;
 };
 
-// Hides the tokens of a tile behind the first `tokens`, and from a row those newer than its own or
-// in front of its window.
+// Hides the tokens of a tile behind the first `tokens`, the holes, and from a row the tokens newer
+// than its own or in front of its window.
 template <class Shape, class Site>
 __device__ __forceinline__ void hide_tokens(TileScores<Shape>& scores, const Site& site, int tokens,
-                                            int lane) {
-  const int newest_window = Site::kFeatured ? tokens - 1 - site.args.window : 0;  // its begin
-  if (tokens >= Shape::kTileTokens + site.last_token() && newest_window <= 0) return;
+                                            uint32_t holes, int lane) {
+  bool all_visible = tokens >= Shape::kTileTokens + site.last_token();
+  if constexpr (Site::kFeatured)
+    all_visible = all_visible && tokens - 1 <= site.args.window && holes == 0;
+  if (all_visible) return;
 #pragma unroll
   for (int c = 0; c < Shape::kColumnBlocks; ++c)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = site.row_of_column(c * kDecodeColumns + 2 * (lane % 4) + h);
       const int visible = tokens - (site.last_token() - site.token(row));
-      const int hidden = Site::kFeatured ? visible - 1 - site.args.window : 0;
 #pragma unroll
       for (int n = 0; n < Shape::kTokenBlocks; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int token = 16 * n + 8 * i + lane / 4;
-          if (token >= visible || (Site::kFeatured && token < hidden))
-            scores[c][n][2 * i + h] = -INFINITY;
+          if (token >= visible) scores[c][n][2 * i + h] = -INFINITY;
+          if constexpr (Site::kFeatured)
+            if (token < visible - 1 - site.args.window || (holes >> token & 1) != 0)
+              scores[c][n][2 * i + h] = -INFINITY;
         }
     }
 }
@@ -249,7 +293,7 @@ __device__ __forceinline__ void hide_tokens(TileScores<Shape>& scores, const Sit
 // Starts the copies of one tile: two groups, keys first.
 template <class Shape, bool Featured>
 __device__ __forceinline__ void ask_tile(const LeanRing<Shape, Featured>& ring, int stage,
-                                         TokenPlace place, KeyRange tokens, bool exists) {
+                                         TokenPlace place, LeanTokens tokens, bool exists) {
   if (exists) ring.ask_keys(stage, place, tokens);
   cp_async_commit();
   if (exists) ring.ask_values(stage, place, tokens);
@@ -269,13 +313,13 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
   const LeanRing<Shape, Featured> ring(site, smem, warp, lane);
   const int step = site.splits() * site.warps();
   int begin = site.split() * site.warps() + warp;
-  TokenPlace first_places;  // lane i: of stage i's tile
-  if constexpr (!Featured) {
-    first_places = ring.find(begin + lane * step);
-    if (args.eager != 0) {
-      const int left = args.capacity - begin * kTokens;
-      ask_tile(ring, 0, ring.find(begin), {0, left}, left > 0);
-    }
+  // Lane i looks up the place for stage i; where tiles straddle pages, its token of the first.
+  TokenPlace first_places = ring.find(begin + lane * step);
+  if constexpr (Featured)
+    if (ring.straddles()) first_places = ring.find(begin);
+  if (!Featured && args.eager != 0) {
+    const int left = args.capacity - begin * kTokens;
+    ask_tile(ring, 0, ring.find(begin), {0, left, 0}, left > 0);
   }
   const BlockMerge<Shape, Site> merge(site, smem);
   merge.open();
@@ -283,10 +327,12 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
   const int length = clamp_length(found_length, args.capacity);
   const int end = (length + kTokens - 1) / kTokens;
   const int first_key = site.first_key(length);
-  if constexpr (Featured) {
-    begin += first_key / kTokens;
-    first_places = ring.find(begin + lane * step);
-  }
+  if constexpr (Featured)
+    if (first_key > 0) {
+      begin += first_key / kTokens;
+      first_places = ring.find(begin + (ring.straddles() ? 0 : lane * step));
+    }
+  StageWords holes(lane);
   uint32_t absent = 0;  // a bit for each stage
   const auto tokens_of = [&](int tile, int stage) {
     return absent >> stage & 1 ? 0 : length - tile * kTokens;
@@ -294,11 +340,17 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
 #pragma unroll 1
   for (int i = args.eager; i < stages; ++i) {
     const int tile = begin + i * step;
-    const TokenPlace place = {__shfl_sync(~0u, first_places.page, i),
-                              __shfl_sync(~0u, first_places.slot, i)};
+    TokenPlace place = {__shfl_sync(~0u, first_places.page, i),
+                        __shfl_sync(~0u, first_places.slot, i)};
     const int tokens = ring.tokens(place, length - tile * kTokens);
     if (tokens == 0) absent |= 1u << i;
-    ask_tile(ring, i, place, {first_key - tile * kTokens, tokens}, tile < end);
+    LeanTokens read = {first_key - tile * kTokens, tokens, 0};
+    if constexpr (Featured) {
+      if (ring.straddles()) place = i == 0 ? first_places : ring.find(tile);
+      read.holes = ring.holes(place);
+      holes.set(i, read.holes);
+    }
+    ask_tile(ring, i, place, read, tile < end);
   }
   merge.wait_until_open();
 
@@ -311,7 +363,13 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     const bool more = tile + ahead < end;
     const int tokens = tokens_of(tile, stage);
     const int next_tokens = ring.tokens(next, length - (tile + ahead) * kTokens);
-    const KeyRange next_range = {first_key - (tile + ahead) * kTokens, next_tokens};
+    LeanTokens next_read = {first_key - (tile + ahead) * kTokens, next_tokens, 0};
+    uint32_t tile_holes = 0;
+    if constexpr (Featured) {
+      next_read.holes = ring.holes(next);
+      tile_holes = holes.get(stage);
+      holes.set(stage, next_read.holes);
+    }
 
     wait_for_oldest(stages);
     __syncwarp();
@@ -324,9 +382,9 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
         to_log2 = 1.0f;
       }
     }
-    hide_tokens<Shape>(scores, site, tokens, lane);
+    hide_tokens<Shape>(scores, site, tokens, tile_holes, lane);
     __syncwarp();
-    if (more) ring.ask_keys(stage, next, next_range);
+    if (more) ring.ask_keys(stage, next, next_read);
     cp_async_commit();
 
     TileWeights<Shape> weights;
@@ -337,7 +395,7 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     if (!Featured && tokens < kTokens) ring.clear_values(stage, tokens);
     accumulate_values<Shape>(state, ring.values(stage), weights, lane);
     __syncwarp();
-    if (more) ring.ask_values(stage, next, next_range);
+    if (more) ring.ask_values(stage, next, next_read);
     cp_async_commit();
 
     absent = next_tokens == 0 ? absent | 1u << stage : absent & ~(1u << stage);

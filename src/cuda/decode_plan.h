@@ -288,8 +288,7 @@ constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int h
   const Problem& problem = params.problem;
   const int row_bytes = head_dim * byte_width(params.cache_dtype);
   const bool whole = problem.head_dim == head_dim && problem.value_dim == head_dim &&
-                     byte_width(params.cache_dtype) == 2 &&
-                     (!params.page_table || params.page_size % decode_tile_tokens(row_bytes) == 0);
+                     byte_width(params.cache_dtype) == 2;
   const int most_warps = decode_most_warps(decode_tile_bytes(row_bytes));
   const bool few =
       plan.warps == kDecodeFewWarps && (plan.cluster == 1 || decode_clusters_share_sm(row_bytes));
@@ -310,6 +309,12 @@ constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int h
         params.v.seq, params.v.head, params.o.head, params.lse.head, params.page_table.width})
     small = small && stride >= 0 && stride < (1 << 30);
   return device.merges_in_clusters() && compiled && whole && one_block && direct && small;
+}
+
+// Whether the lean kernel needs its featured variant.
+constexpr bool is_featured(const DecodeParams& params, int row_bytes) {
+  return params.scores.softcap != 0.0 || params.scores.window_left < params.problem.kv_len ||
+         (params.page_table && params.page_size % decode_tile_tokens(row_bytes) != 0);
 }
 
 }  // namespace decode_plan_internal
@@ -341,8 +346,7 @@ constexpr DecodePlan plan_decode(const DecodeParams& params, int head_dim,
   plan.reason = cut.reason;
   internal::choose_rings(params, work, device, head_dim, &plan);
   plan.lean = internal::is_lean(params, plan, head_dim, device);
-  plan.featured =
-      plan.lean && (params.scores.softcap != 0.0 || params.scores.window_left < problem.kv_len);
+  plan.featured = plan.lean && internal::is_featured(params, row_bytes);
   // Worth it where a warp has few tiles, and wasted on a sequence that is short.
   plan.eager =
       !params.page_table && !plan.featured && work.tiles <= 8 * int64_t{plan.splits} * plan.warps;
