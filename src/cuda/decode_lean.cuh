@@ -190,11 +190,10 @@ class LeanRing {
   }
 
   __device__ void ask_keys(int stage, TokenPlace place, LeanTokens tokens) const {
-    copy(keys(stage), keys_ + place.page * args_.key_page, args_.key_token, place.slot, tokens);
+    copy(keys(stage), keys_, args_.key_page, args_.key_token, place, tokens);
   }
   __device__ void ask_values(int stage, TokenPlace place, LeanTokens tokens) const {
-    copy(values(stage), values_ + place.page * args_.value_page, args_.value_token, place.slot,
-         tokens);
+    copy(values(stage), values_, args_.value_page, args_.value_token, place, tokens);
   }
 
   // Zeroes the values behind the first `tokens`, which a copy of before the length has read.
@@ -217,13 +216,13 @@ class LeanRing {
     return args_.page_table && static_cast<unsigned>(place.page) >= args_.num_pages;
   }
 
-  // The copy of a tile that straddles pages: each lane has the address of the token of its number.
-  __device__ void gather(uint32_t tile, const char* token, LeanTokens tokens) const {
+  // The copy of a tile that straddles pages: each lane has the distance from the first token of
+  // page 0 to the token of its number.
+  __device__ void gather(uint32_t tile, const char* cache, int64_t token, LeanTokens tokens) const {
 #pragma unroll 1
     for (int i = 0; i < Shape::kCopies; ++i) {
       const int row = lane_row_ + i * Shape::kRowsPerCopy;
-      const char* source =
-          reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(token), row));
+      const char* source = cache + __shfl_sync(~0u, token, row);
       const bool read = row >= tokens.begin && row < tokens.end && (tokens.holes >> row & 1) == 0;
 #pragma unroll
       for (int piece = 0; piece < Shape::kPieces; ++piece)
@@ -235,11 +234,13 @@ class LeanRing {
 
   // Rows outside `tokens` are not read but become zero: values are multiplied by weights of zero
   // and must not be NaN.
-  __device__ void copy(uint32_t tile, const char* page, int token_stride, int slot,
-                       LeanTokens tokens) const {
+  __device__ void copy(uint32_t tile, const char* cache, int64_t page_stride, int token_stride,
+                       TokenPlace place, LeanTokens tokens) const {
+    const char* page = cache + place.page * page_stride;
     if constexpr (Featured)
-      if (straddles_) return gather(tile, page + int64_t{slot} * token_stride, tokens);
-    const char* source = page + static_cast<int64_t>(slot + lane_row_) * token_stride;
+      if (straddles_)
+        return gather(tile, cache, page - cache + int64_t{place.slot} * token_stride, tokens);
+    const char* source = page + static_cast<int64_t>(place.slot + lane_row_) * token_stride;
     const int64_t step = int64_t{Shape::kRowsPerCopy} * token_stride;
 #pragma unroll
     for (int i = 0; i < Shape::kCopies; ++i) {
