@@ -107,7 +107,7 @@ def explain_on(gpu: dict | None, op, operands, options, gradient=False) -> Expla
         {
             "batch": size["b"], "q_len": size["t"], "kv_len": size["s"] * size.get("m", 1),
             "q_heads": size["n"], "kv_heads": size["k"], "head_dim": -(-size["h"] // 8) * 8,
-            "value_dim": -(-size["v"] // 8) * 8,
+            "value_dim": -(-size["v"] // 8) * 8, "page_size": size["s"] if "m" in size else 0,
         },
         {x: str(a.dtype) for x, a in zip(names, avals, strict=True)},
         dataclasses.asdict(call_options),

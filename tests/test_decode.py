@@ -235,6 +235,45 @@ def test_arguments(platform):
     check_same(jax.jit(jax_flashattn.decode)(**arrays), out)
 
 
+@pytest.mark.parametrize(
+    "change,kernel",
+    [
+        (dict(), "lean"),
+        (dict(sinks=True), "lean"),
+        (dict(window=160), "lean"),  # hides nothing
+        (dict(tokens=4, q_heads=8), "lean"),
+        (dict(page_size=16, head_dim=128), "lean"),
+        (dict(page_size=32), "lean"),
+        (dict(window=40), "featured lean"),
+        (dict(window=40, tokens=4, q_heads=8, softcap=5.0, sinks=True), "featured lean"),
+        (dict(window=7, head_dim=256, layout="BNTH"), "featured lean"),
+        (dict(softcap=5.0), "featured lean"),
+        (dict(page_size=16), "featured lean"),
+        (dict(page_size=7, head_dim=128, tokens=3, q_heads=8), "featured lean"),
+        (dict(page_size=1, window=33), "featured lean"),
+        (dict(tokens=2), "general"),
+        (dict(tokens=9), "general"),
+        (dict(head_dim=80), "general"),
+        (dict(cache_dtype="int8"), "general"),
+        (dict(cache_dtype="float8_e4m3fn", page_size=16, scales="page"), "general"),
+    ],
+)
+def test_kernels_of_hopper(platform, change, kernel):
+    """The result, and which kernel explain names for an H200."""
+    base = DecodeCase(head_dim=64, lengths=(160, 33, 0), dtype="bfloat16")
+    case = base.replace(**change)
+    check_decode(platform, case)
+    explanation = jax_flashattn.explain(
+        "decode", **make_inputs(case), **case.options(), platform="cuda"
+    )
+    if explanation.kernel is None:
+        pytest.skip(explanation.reason)
+    device = jax.devices()[0]
+    if device.platform == "gpu" and not str(device.compute_capability).startswith("9."):
+        pytest.skip("no Hopper GPU")
+    assert explanation.details.startswith(f"{kernel} kernel, ")
+
+
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
 def test_merge(platform, parts, layout):

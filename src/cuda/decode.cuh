@@ -17,64 +17,74 @@
 namespace flashattn {
 
 // The tiles of one warp: begin, begin + step, ... below end.
+template <class Shape>
 struct TileWalk {
   int begin, end, step;
 
-  template <class Shape>
-  static __device__ TileWalk of_warp(const DecodeArgs& args, const DecodeBlock& block, int warp) {
-    constexpr int kTokens = Shape::kTileTokens;
-    const KeyRange keys = block.keys;
-    return {keys.begin / kTokens + block.split * args.plan.warps + warp,
-            keys.begin < keys.end ? (keys.end + kTokens - 1) / kTokens : 0,
-            block.splits * args.plan.warps};
+  __device__ TileWalk(const DecodeArgs& args, const DecodeBlock& block, int warp)
+      : begin(block.split * args.warps + warp), end(0), step(block.splits * args.warps) {}
+
+  __device__ void limit(KeyRange keys) {
+    begin += keys.begin / Shape::kTileTokens;
+    if (keys.begin < keys.end) end = divide_up(keys.end, Shape::kTileTokens);
   }
 };
 
-// From products to the scores that softmax takes.
+// From products to the scores that softmax takes, and the scales of 8-bit caches.
 template <class Shape>
 class ScoreRule {
  public:
-  __device__ ScoreRule(const DecodeArgs& args, const DecodeBlock& block,
-                       const QueryFragments<Shape>& query, bool scales_by_page, int lane)
-      : args_(args), block_(block), scales_by_page_(scales_by_page), lane_(lane) {
+  // Asks for the scales that do not go by page.
+  __device__ ScoreRule(const DecodeArgs& args, const DecodeBlock& block, int lane)
+      : args_(args), block_(block), lane_(lane) {
     if constexpr (Shape::kByteCache) {
-      const float key_scale = scales_by_page ? 1.0f : args.params.key_scale.data[block.kv_head];
+      key_scale_ = load_scale(args.key_scales, args.key_scale_page);
+      value_scale_ = load_scale(args.value_scales, args.value_scale_page);
+    }
+  }
+
+  // Waits for them; called behind the first tiles.
+  __device__ void finish(const QueryFragments<Shape>& query) {
+    if constexpr (Shape::kByteCache) {
 #pragma unroll
       for (int c = 0; c < Shape::kColumnBlocks; ++c)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
           column_scale_[c][h] =
-              query.column_scale(c, 2 * (lane % 4) + h) * key_scale * args.scale_log2;
+              query.column_scale(c, 2 * (lane_ % 4) + h) * key_scale_ * args_.scale_log2;
     }
   }
 
+  __device__ bool value_scales_by_page() const { return args_.value_scale_page != 0; }
+  __device__ float value_scale() const { return value_scale_; }
+
   // Applies everything but a last factor, which it returns: scores in log2 units are its multiples.
   __device__ float apply(TileScores<Shape>& scores, int tile, uint32_t present,
-                         const DecodeTileNotes<Shape>& notes) const {
+                         const float* key_scales) const {
     float to_log2 = args_.scale_log2;
     if constexpr (Shape::kByteCache) {
-      dequantize(scores, notes);
+      dequantize(scores, key_scales);
       to_log2 = 1.0f;
     }
     if (args_.softcap > 0.0f) {
       cap_scores<Shape>(scores, args_.softcap, to_log2);
       to_log2 = 1.0f;
     }
-    const int first = tile * Shape::kTileTokens;
-    if (first < block_.interior.begin || first + Shape::kTileTokens > block_.interior.end ||
-        present != ~0u)
-      mask_scores<Shape>(scores, args_, block_, tile, present, lane_);
+    hide_scores<Shape>(scores, args_, block_, tile, present, lane_);
     return to_log2;
   }
 
  private:
-  __device__ void dequantize(TileScores<Shape>& scores, const DecodeTileNotes<Shape>& notes) const {
+  __device__ float load_scale(const float* scales, int page_stride) const {
+    return page_stride == 0 ? __int_as_float(load_now_b32(scales + block_.kv_head)) : 1.0f;
+  }
+  __device__ void dequantize(TileScores<Shape>& scores, const float* key_scales) const {
+    const bool by_page = args_.key_scale_page != 0;
 #pragma unroll
     for (int n = 0; n < Shape::kTokenBlocks; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float token_scale =
-            scales_by_page_ ? notes.key_scales()[16 * n + 8 * i + lane_ / 4] : 1.0f;
+        const float token_scale = by_page ? key_scales[16 * n + 8 * i + lane_ / 4] : 1.0f;
 #pragma unroll
         for (int c = 0; c < Shape::kColumnBlocks; ++c)
 #pragma unroll
@@ -84,30 +94,45 @@ class ScoreRule {
 
   const DecodeArgs& args_;
   const DecodeBlock& block_;
-  bool scales_by_page_;
   int lane_;
+  float key_scale_ = 1.0f, value_scale_ = 1.0f;
   float column_scale_[Shape::kByteCache ? Shape::kColumnBlocks : 1][2];
 };
 
-// Asks for the first tiles of a warp, as many as its ring holds. All places are looked up before
-// the first is waited for. One copy of the code for all stages: a short call meets it cold in the
-// instruction cache.
-template <class Shape>
-__device__ __forceinline__ void fill_ring(const TileRing<Shape>& ring, const TileWalk& walk,
-                                          int stages, int lane) {
+// The places of a warp's first tiles, a register for each stage.
+struct FirstPlaces {
   TokenPlace places[kDecodeMaxStages];
+
+  template <class Shape>
+  __device__ void find(const TokenMap<Shape>& map, const TileWalk<Shape>& walk, int lane) {
 #pragma unroll
-  for (int i = 0; i < kDecodeMaxStages; ++i)
-    places[i] = i < stages ? ring.map().find(walk.begin + i * walk.step, lane) : TokenPlace{-1, 0};
+    for (int i = 0; i < kDecodeMaxStages; ++i)
+      places[i] = map.find(walk.begin + i * walk.step, lane);
+  }
+  __device__ TokenPlace next() {
+    const TokenPlace first = places[0];
+#pragma unroll
+    for (int i = 1; i < kDecodeMaxStages; ++i) places[i - 1] = places[i];
+    return first;
+  }
+};
+
+// Asks for the first tiles of a warp, as many as its ring holds. One copy of the code for all
+// stages: a short call meets it cold in the instruction cache.
+template <class Shape>
+__device__ __forceinline__ void fill_ring(const TileRing<Shape>& ring, FirstPlaces& places,
+                                          StageWords& present, const TileWalk<Shape>& walk,
+                                          KeyRange keys, int stages) {
 #pragma unroll 1
   for (int i = 0; i < stages; ++i) {
     const int tile = walk.begin + i * walk.step;
-    if (tile < walk.end) ring.ask_keys(i, tile, places[0]);
+    const TokenPlace place = places.next();
+    const uint32_t tokens = ring.map().present(tile, place, keys);
+    present.set(i, tokens);
+    if (tile < walk.end) ring.ask_keys(i, place, tokens);
     cp_async_commit();
-    if (tile < walk.end) ring.ask_values(i, tile, places[0]);
+    if (tile < walk.end) ring.ask_values(i, place, tokens);
     cp_async_commit();
-#pragma unroll
-    for (int next = 1; next < kDecodeMaxStages; ++next) places[next - 1] = places[next];
   }
 }
 
@@ -115,25 +140,28 @@ __device__ __forceinline__ void fill_ring(const TileRing<Shape>& ring, const Til
 // of the tile after that is looked up one step before it is needed.
 template <class Shape>
 __device__ __forceinline__ void attend(WarpState<Shape>& state, const TileRing<Shape>& ring,
-                                       const ScoreRule<Shape>& rule,
-                                       const QueryFragments<Shape>& query, const TileWalk& walk,
-                                       int stages, int lane) {
+                                       StageWords& present, const ScoreRule<Shape>& rule,
+                                       const QueryFragments<Shape>& query,
+                                       const TileWalk<Shape>& walk, KeyRange keys, int stages,
+                                       int lane) {
   const int ahead = stages * walk.step;
   TokenPlace next = ring.map().find(walk.begin + ahead, lane);
   int stage = 0;
 #pragma unroll 1
   for (int tile = walk.begin; tile < walk.end; tile += walk.step) {
-    const DecodeTileNotes<Shape> notes = ring.notes(stage);
+    const TokenScales<Shape> scales = ring.scales(stage);
     const bool more = tile + ahead < walk.end;
+    const uint32_t tokens = present.get(stage);
+    const uint32_t next_tokens = ring.map().present(tile + ahead, next, keys);
+    present.set(stage, next_tokens);
 
     wait_for_oldest(stages);
     __syncwarp();
     TileScores<Shape> scores;
     score_tile<Shape>(scores, ring.keys(stage), query, lane);
-    const uint32_t present = ring.map().table ? notes.present() : ~0u;
-    const float to_log2 = rule.apply(scores, tile, present, notes);
+    const float to_log2 = rule.apply(scores, tile, tokens, scales.keys);
     __syncwarp();
-    if (more) ring.ask_keys(stage, tile + ahead, next);
+    if (more) ring.ask_keys(stage, next, next_tokens);
     cp_async_commit();
 
     TileWeights<Shape> weights;
@@ -142,14 +170,14 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, const TileRing<S
     wait_for_oldest(stages);
     __syncwarp();
     if constexpr (Shape::kByteCache) {
-      if (ring.scales_by_page()) {
-        scale_weights<Shape>(scores, state, notes.value_scales(), lane);
+      if (rule.value_scales_by_page()) {
+        scale_weights<Shape>(scores, state, scales.values, lane);
         pack_weights<Shape>(weights, scores);
       }
     }
     accumulate_values<Shape>(state, ring.values(stage), weights, lane);
     __syncwarp();
-    if (more) ring.ask_values(stage, tile + ahead, next);
+    if (more) ring.ask_values(stage, next, next_tokens);
     cp_async_commit();
 
     next = ring.map().find(tile + ahead + walk.step, lane);
@@ -168,33 +196,38 @@ template <class Shape>
 __global__ void __launch_bounds__(32 * kDecodeMaxWarps, decode_blocks_per_sm<Shape>())
     decode_kernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  const DecodeParams& params = args.params;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stages = args.plan.stages;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stages = args.stages;
 
+  // All that has to come from memory is asked for before any of it is waited for.
   DecodeBlock block;
   if (!locate_block<Shape>(block, args, lane)) return;
-  const int length = static_cast<int>(
-      load_now_b32(params.seq_lens.data + batch_entry(block.batch, params.seq_lens.batches)));
-  const QueryFragments<Shape> query(args, block, smem);
+  const int length =
+      static_cast<int>(load_now_b32(args.lengths + batch_entry(block.batch, args.length_batches)));
+  QueryFragments<Shape> query(args, block, smem, warp, lane);
+  ScoreRule<Shape> rule(args, block, lane);
+  const TileRing<Shape> ring(args, block, smem, warp, lane);
+  TileWalk<Shape> walk(args, block, warp);
+  FirstPlaces places;
+  // With a window, the length decides where the first tile is.
+  const bool windowed = args.window < args.capacity;
+  if (!windowed) places.find(ring.map(), walk, lane);
   const MergeSite<Shape> site = {args, block};
   const BlockMerge<Shape, MergeSite<Shape>> merge(site, smem);
   merge.open();
-  find_keys(block, args, length);
 
-  const TokenMap<Shape> map(params, args.page_size, block.batch, block.keys);
-  const TileRing<Shape> ring(
-      params, map, block.kv_head, smem + args.plan.smem.rings + warp * args.plan.smem.warp_region,
-      smem + args.plan.smem.notes + warp * stages * DecodeTileNotes<Shape>::kBytes, lane);
-  const TileWalk walk = TileWalk::of_warp<Shape>(args, block, warp);
-  fill_ring<Shape>(ring, walk, stages, lane);
-  if constexpr (!Shape::kQueryInRegisters) __syncthreads();
+  block.find_keys(args, length);
+  walk.limit(block.keys);
+  if (windowed) places.find(ring.map(), walk, lane);
+  StageWords present(lane);
+  fill_ring<Shape>(ring, places, present, walk, block.keys, stages);
+  query.finish();
+  rule.finish(query);
   merge.wait_until_open();
 
   WarpState<Shape> state;
-  const ScoreRule<Shape> rule(args, block, query, ring.scales_by_page(), lane);
-  attend<Shape>(state, ring, rule, query, walk, stages, lane);
+  attend<Shape>(state, ring, present, rule, query, walk, block.keys, stages, lane);
   if constexpr (Shape::kByteCache)
-    if (!ring.scales_by_page()) state.value_scale = params.value_scale.data[block.kv_head];
+    if (!rule.value_scales_by_page()) state.value_scale = rule.value_scale();
   merge.run(state);
 }
 
@@ -215,13 +248,11 @@ inline Status launch_kernel(const char* name, const void* kernel, dim3 grid, con
 
 template <class T, bool ByteCache>
 Status launch_combine(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
-  const Problem& problem = args.params.problem;
-  const int rows = problem.q_len * problem.group();
   Launch combine;
   combine.kernel_name = "decode_combine";
   combine.kernel = reinterpret_cast<const void*>(&decode_combine_kernel<T, ByteCache>);
-  combine.grid = dim3(static_cast<unsigned>(problem.batch) * problem.kv_heads * rows /
-                      combined_rows(args.plan, rows));
+  combine.grid = dim3(static_cast<unsigned>(args.batch) * args.kv_heads * args.query_rows /
+                      combined_rows(args.extra_blocks, args.query_rows));
   combine.threads = kCombineThreads;
   combine.shared_memory = 0;
   void* kernel_args[] = {const_cast<DecodeArgs*>(&args)};
@@ -229,9 +260,10 @@ Status launch_combine(const DecodeArgs& args, const Device& device, cudaStream_t
 }
 
 template <class Shape>
-Status launch_decode_shape(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
-  const Problem& problem = args.params.problem;
-  const DecodePlan& plan = args.plan;
+Status launch_decode_shape(const DecodeParams& params, const DecodePlan& plan, const Device& device,
+                           cudaStream_t stream) {
+  const Problem& problem = params.problem;
+  const DecodeArgs args = decode_args(params, plan);
   const unsigned sequences = problem.batch * plan.splits + plan.extra_blocks;
   const Status status = launch_kernel(
       "decode", reinterpret_cast<const void*>(&decode_kernel<Shape>),
@@ -240,54 +272,70 @@ Status launch_decode_shape(const DecodeArgs& args, const Device& device, cudaStr
   return launch_combine<typename Shape::Element, Shape::kByteCache>(args, device, stream);
 }
 
+template <class Shape, int Warps, int Cluster>
+const void* lean_kernel(bool featured) {
+  return featured
+             ? reinterpret_cast<const void*>(&decode_lean_kernel<Shape, Warps, Cluster, true>)
+             : reinterpret_cast<const void*>(&decode_lean_kernel<Shape, Warps, Cluster, false>);
+}
+
 template <class Shape, int Warps>
-const void* lean_kernel(int cluster) {
-  return reinterpret_cast<const void*>(cluster == 8   ? &decode_lean_kernel<Shape, Warps, 8>
-                                       : cluster == 4 ? &decode_lean_kernel<Shape, Warps, 4>
-                                       : cluster == 2 ? &decode_lean_kernel<Shape, Warps, 2>
-                                                      : &decode_lean_kernel<Shape, Warps, 1>);
+const void* lean_kernel(const DecodePlan& plan) {
+  switch (plan.cluster) {
+    case 8:
+      return lean_kernel<Shape, Warps, 8>(plan.featured);
+    case 4:
+      return lean_kernel<Shape, Warps, 4>(plan.featured);
+    case 2:
+      return lean_kernel<Shape, Warps, 2>(plan.featured);
+    default:
+      return lean_kernel<Shape, Warps, 1>(plan.featured);
+  }
 }
 
 template <class Shape>
-Status launch_decode_lean(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
+Status launch_decode_lean(const DecodeParams& params, const DecodePlan& plan, const Device& device,
+                          cudaStream_t stream) {
   constexpr int kMost = decode_most_warps(Shape::kTileBytes);
-  const Problem& problem = args.params.problem;
-  const DecodePlan& plan = args.plan;
+  const Problem& problem = params.problem;
   const void* kernel = nullptr;
   if (plan.warps == kMost) {
-    kernel = lean_kernel<Shape, kMost>(plan.cluster);
+    kernel = lean_kernel<Shape, kMost>(plan);
   } else if constexpr (Shape::kColumnBlocks == 1) {
     if constexpr (decode_clusters_share_sm(Shape::kRowBytes)) {
-      kernel = lean_kernel<Shape, kDecodeFewWarps>(plan.cluster);
+      kernel = lean_kernel<Shape, kDecodeFewWarps>(plan);
     } else {
-      kernel = reinterpret_cast<const void*>(&decode_lean_kernel<Shape, kDecodeFewWarps, 1>);
+      kernel = lean_kernel<Shape, kDecodeFewWarps, 1>(plan.featured);
     }
   }
   const unsigned pairs = static_cast<unsigned>(problem.batch) * problem.kv_heads;
   const dim3 grid(pairs * plan.cluster, plan.splits / plan.cluster);
-  const LeanArgs lean = lean_args(args);
+  const DecodeArgs args = decode_args(params, plan);
+  const LeanArgs lean = lean_args(params, plan, args);
   const Status status = launch_kernel("decode_lean", kernel, grid, &lean, plan, device, stream);
   if (!status.ok() || !plan.combines()) return status;
   return launch_combine<typename Shape::Element, false>(args, device, stream);
 }
 
 template <class Shape>
-Status launch_decode_blocks(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
+Status launch_decode_blocks(const DecodeParams& params, const DecodePlan& plan,
+                            const Device& device, cudaStream_t stream) {
   if constexpr (!Shape::kByteCache && decode_has_lean(Shape::kHeadDim, Shape::kColumnBlocks))
-    if (args.plan.lean) return launch_decode_lean<Shape>(args, device, stream);
-  return launch_decode_shape<Shape>(args, device, stream);
+    if (plan.lean) return launch_decode_lean<Shape>(params, plan, device, stream);
+  return launch_decode_shape<Shape>(params, plan, device, stream);
 }
 
 template <class T, CacheFormat Format, int HeadDim>
-Status launch_decode_columns(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
+Status launch_decode_columns(const DecodeParams& params, const DecodePlan& plan,
+                             const Device& device, cudaStream_t stream) {
   constexpr int kMost = decode_max_column_blocks(HeadDim, Format == CacheFormat::k16Bit ? 2 : 1);
   if constexpr (kMost >= 4)
-    if (args.plan.column_blocks == 4)
-      return launch_decode_shape<DecodeShape<T, Format, HeadDim, 4>>(args, device, stream);
+    if (plan.column_blocks == 4)
+      return launch_decode_shape<DecodeShape<T, Format, HeadDim, 4>>(params, plan, device, stream);
   if constexpr (kMost >= 2)
-    if (args.plan.column_blocks == 2)
-      return launch_decode_blocks<DecodeShape<T, Format, HeadDim, 2>>(args, device, stream);
-  return launch_decode_blocks<DecodeShape<T, Format, HeadDim, 1>>(args, device, stream);
+    if (plan.column_blocks == 2)
+      return launch_decode_blocks<DecodeShape<T, Format, HeadDim, 2>>(params, plan, device, stream);
+  return launch_decode_blocks<DecodeShape<T, Format, HeadDim, 1>>(params, plan, device, stream);
 }
 
 // What would break the kernel rather than only be wrong; make_params checks what users can do.
@@ -332,22 +380,13 @@ Status launch_decode_plan(const DecodeParams& params, const DecodePlan& plan, co
   const Problem& problem = params.problem;
   if (problem.batch == 0 || problem.q_len == 0 || problem.q_heads == 0) return {};
   if (Status status = check_decode<HeadDim>(params, plan, device); !status.ok()) return status;
-  DecodeArgs args;
-  args.params = params;
-  args.plan = plan;
-  args.scale_log2 = std::max(static_cast<float>(params.scores.scale * kLog2e), kSmallestScale);
-  args.softcap = static_cast<float>(params.scores.softcap);
-  args.group = FastDivisor(problem.group());
-  args.row_blocks = FastDivisor(plan.row_blocks);
-  args.splits = FastDivisor(plan.splits);
-  args.page_size = FastDivisor(std::max(1, params.page_size));
   switch (params.cache_dtype) {
     case DType::kF8E4M3:
-      return launch_decode_columns<T, CacheFormat::kE4M3, HeadDim>(args, device, stream);
+      return launch_decode_columns<T, CacheFormat::kE4M3, HeadDim>(params, plan, device, stream);
     case DType::kS8:
-      return launch_decode_columns<T, CacheFormat::kInt8, HeadDim>(args, device, stream);
+      return launch_decode_columns<T, CacheFormat::kInt8, HeadDim>(params, plan, device, stream);
     default:
-      return launch_decode_columns<T, CacheFormat::k16Bit, HeadDim>(args, device, stream);
+      return launch_decode_columns<T, CacheFormat::k16Bit, HeadDim>(params, plan, device, stream);
   }
 }
 

@@ -13,132 +13,121 @@ struct TokenPlace {
   int page, slot;
 };
 
-// From token positions of one sequence to pages. A contiguous cache is a page for each sequence.
+// Bits 0 to n - 1.
+__device__ __forceinline__ uint32_t bits_below(int n) { return n > 0 ? ~0u >> max(32 - n, 0) : 0; }
+// Bit i: the tile's token i, token first + i of the sequence, is among `keys`.
+__device__ __forceinline__ uint32_t tokens_among(KeyRange keys, int first) {
+  return bits_below(keys.end - first) & ~bits_below(keys.begin - first);
+}
+
+// A word about the tile in each stage of a warp's ring; lane i keeps that of stage i.
+class StageWords {
+ public:
+  __device__ explicit StageWords(int lane) : lane_(lane) {}
+  __device__ void set(int stage, uint32_t word) {
+    if (lane_ == stage) mine_ = word;
+  }
+  __device__ uint32_t get(int stage) const { return __shfl_sync(~0u, mine_, stage); }
+
+ private:
+  int lane_;
+  uint32_t mine_ = 0;
+};
+
+// From token positions of one sequence to pages. A contiguous cache has one page, which holds the
+// sequence.
 template <class Shape>
 struct TokenMap {
   const int32_t* table;  // of the sequence; null: contiguous
   FastDivisor page_size;
-  int num_pages;
-  int whole_page;  // contiguous: the sequence's
-  bool tile_in_page;
-  KeyRange keys;  // the only tokens that are read
+  int last_entry, num_pages;
+  bool straddles;  // a tile may lie on several pages
 
-  __device__ TokenMap(const DecodeParams& params, const FastDivisor& page_divisor, int b,
-                      KeyRange visible)
+  __device__ TokenMap(const DecodeArgs& args, int b)
       : table(nullptr),
-        page_size(page_divisor),
-        num_pages(params.k.batches),
-        whole_page(batch_entry(b, params.k.batches)),
-        tile_in_page(true),
-        keys(visible) {
-    if (!params.page_table) return;
-    table = params.page_table.data +
-            batch_entry(b, params.page_table.batches) * params.page_table.width;
-    num_pages = params.num_pages;
-    tile_in_page = params.page_size % Shape::kTileTokens == 0;
+        page_size(args.page_size),
+        last_entry(args.table_width - 1),
+        num_pages(args.num_pages),
+        straddles(false) {
+    if (!args.page_table) return;
+    table = args.page_table + int64_t{batch_entry(b, args.table_batches)} * args.table_width;
+    straddles = page_size.divisor % Shape::kTileTokens != 0;
   }
-
-  __device__ bool has(int page) const { return static_cast<unsigned>(page) < num_pages; }
 
   // The place of the tile's first token or, when a tile may lie on several pages, of the token that
-  // has this lane's number in the tile. Called long before the place is used: it waits for the
-  // table.
+  // has this lane's number in the tile. Called long before the place is used. Waits for the table
+  // alone: entries behind the length are read, but not followed.
   __device__ TokenPlace find(int tile, int lane) const {
-    const int token = tile * Shape::kTileTokens + (tile_in_page ? 0 : lane % Shape::kTileTokens);
-    if (!table) return {whole_page, token};
-    const int index = divide(token, page_size);
-    const int slot = token - index * static_cast<int>(page_size.divisor);
-    const int page = token < keys.end ? static_cast<int>(load_now_b32(table + index)) : -1;
-    return {page, slot};
+    const int token = tile * Shape::kTileTokens + (straddles ? lane % Shape::kTileTokens : 0);
+    if (!table) return {0, token};
+    const int index = min(divide(token, page_size), last_entry);
+    return {static_cast<int>(load_now_b32(table + index)),
+            token - index * static_cast<int>(page_size.divisor)};
   }
 
-  // The place of row `row` of the tile that `found` is for; the whole warp calls it.
-  __device__ TokenPlace of_row(TokenPlace found, int row) const {
-    if (tile_in_page) return {found.page, found.slot + row};
-    return {__shfl_sync(~0u, found.page, row), __shfl_sync(~0u, found.slot, row)};
-  }
-
-  // Bit i: token i of the tile has a page.
-  __device__ uint32_t present(TokenPlace found) const {
-    return __ballot_sync(~0u, has(found.page));
-  }
-
-  __device__ bool whole_tile(int tile, TokenPlace found) const {
-    const int first = tile * Shape::kTileTokens;
-    return tile_in_page && has(found.page) && first >= keys.begin &&
-           first + Shape::kTileTokens <= keys.end;
+  // Bit i: token i of the tile at `place` is one of `keys` and has a page.
+  __device__ uint32_t present(int tile, TokenPlace place, KeyRange keys) const {
+    const uint32_t has_page = __ballot_sync(~0u, static_cast<unsigned>(place.page) < num_pages);
+    return has_page & tokens_among(keys, tile * Shape::kTileTokens) & Shape::kAllTokens;
   }
 };
 
-// K or V of one kv head, as one lane copies it. Strides are in bytes.
+// K or V of one kv head, as one lane copies it.
 template <class Shape>
 struct CacheHead {
   const char* lane_data;  // the lane's first chunk of page 0, token 0
   int64_t page_stride, token_stride;
   int lane_chunks;  // from there to the end of a row
-  bool whole_rows;  // rows are as long as the compiled head dim
 
-  __device__ CacheHead(const Strided& cache, int kv_head, int dims, int lane)
-      : lane_data(static_cast<const char*>(cache.data) + kv_head * cache.head * Shape::kWidth +
-                  lane % Shape::kLanesPerRow * 16),
-        page_stride(cache.batch * Shape::kWidth),
-        token_stride(cache.seq * Shape::kWidth),
-        lane_chunks(dims * Shape::kWidth / 16 - lane % Shape::kLanesPerRow),
-        whole_rows(dims == Shape::kHeadDim) {}
-
-  __device__ const char* at(TokenPlace place) const {
-    return lane_data + place.page * page_stride + place.slot * token_stride;
-  }
+  __device__ CacheHead(const DecodeArgs& args, const DecodeCache& cache, int b, int kv_head,
+                       int lane)
+      : lane_data(cache.data + kv_head * cache.head + lane % Shape::kLanesPerRow * 16 +
+                  (args.page_table ? 0 : batch_entry(b, cache.batches)) * cache.page),
+        page_stride(cache.page),
+        token_stride(cache.token),
+        lane_chunks(cache.row_chunks - lane % Shape::kLanesPerRow) {}
 };
 
-// Starts the copy of one tile. lane_tile is where the lane's first chunk goes. What no token of the
-// sequence fills becomes zero: V rows behind the length are multiplied, by zero, and must not be
-// NaN.
+// Starts the copy of one tile at `place`. lane_tile is where the lane's first chunk goes. Tokens
+// that are not `present` are not read but become zero: values are multiplied by weights of zero and
+// must not be NaN.
 template <class Shape>
 __device__ __forceinline__ void copy_tile(uint32_t lane_tile, const CacheHead<Shape>& head,
-                                          const TokenMap<Shape>& map, int tile, TokenPlace found,
+                                          TokenPlace place, bool straddles, uint32_t present,
                                           int lane) {
   const int lane_row = lane / Shape::kLanesPerRow;
-  if (head.whole_rows && map.whole_tile(tile, found)) {
-    const char* source = head.at({found.page, found.slot + lane_row});
+  const auto copy_row = [&](int i, const char* source) {
+    const int bytes = present >> lane_row >> i * Shape::kRowsPerCopy & 1 ? 16 : 0;
 #pragma unroll
-    for (int i = 0; i < Shape::kCopies; ++i) {
-#pragma unroll
-      for (int piece = 0; piece < Shape::kPieces; ++piece)
-        cp_async_16(Shape::move(lane_tile, i * Shape::kRowsPerCopy, piece * Shape::kLanesPerRow),
-                    source + piece * Shape::kLanesPerRow * 16);
-      source += Shape::kRowsPerCopy * head.token_stride;
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < Shape::kCopies; ++i) {
-    const int row = lane_row + i * Shape::kRowsPerCopy;
-    const int token = tile * Shape::kTileTokens + row;
-    const TokenPlace place = map.of_row(found, row);
-    const bool visible = token >= map.keys.begin && token < map.keys.end && map.has(place.page);
-    const char* source = visible ? head.at(place) : head.lane_data;
-#pragma unroll
-    for (int piece = 0; piece < Shape::kPieces; ++piece) {
-      const bool filled = visible && piece * Shape::kLanesPerRow < head.lane_chunks;
+    for (int piece = 0; piece < Shape::kPieces; ++piece)
       cp_async_16_zfill(
           Shape::move(lane_tile, i * Shape::kRowsPerCopy, piece * Shape::kLanesPerRow),
-          filled ? source + piece * Shape::kLanesPerRow * 16 : head.lane_data, filled ? 16 : 0);
+          source + piece * Shape::kLanesPerRow * 16,
+          piece * Shape::kLanesPerRow < head.lane_chunks ? bytes : 0);
+  };
+  const int64_t page = place.page * head.page_stride;
+  if (straddles) {
+    const int64_t token = page + place.slot * head.token_stride;
+#pragma unroll 1  // less code for the others to skip
+    for (int i = 0; i < Shape::kCopies; ++i)
+      copy_row(i, head.lane_data + __shfl_sync(~0u, token, lane_row + i * Shape::kRowsPerCopy));
+  } else {
+    const char* source = head.lane_data + page + (place.slot + lane_row) * head.token_stride;
+#pragma unroll
+    for (int i = 0; i < Shape::kCopies; ++i) {
+      copy_row(i, source);
+      source += Shape::kRowsPerCopy * head.token_stride;
     }
   }
 }
 
-// What a warp keeps beside each tile of its ring.
+// The scales of a tile's tokens, when pages have their own.
 template <class Shape>
-struct DecodeTileNotes {
-  static constexpr int kScales = Shape::kByteCache ? Shape::kTileTokens : 0;
-  static constexpr int kBytes = decode_notes_bytes(Shape::kRowBytes, Shape::kWidth);
+struct TokenScales {
+  float *keys, *values;
 
-  unsigned char* data;
-
-  __device__ uint32_t& present() const { return *reinterpret_cast<uint32_t*>(data); }
-  __device__ float* key_scales() const { return reinterpret_cast<float*>(data + 16); }
-  __device__ float* value_scales() const { return key_scales() + kScales; }
+  __device__ TokenScales(unsigned char* data)
+      : keys(reinterpret_cast<float*>(data)), values(keys + Shape::kTileTokens) {}
 };
 
 // Until the oldest of the 2 * stages groups in flight has landed.
@@ -161,57 +150,51 @@ __device__ __forceinline__ void wait_for_oldest(int stages) {
 template <class Shape>
 class TileRing {
  public:
-  __device__ TileRing(const DecodeParams& params, const TokenMap<Shape>& map, int kv_head,
-                      unsigned char* region, unsigned char* notes, int lane)
-      : params_(params),
-        map_(map),
-        keys_(params.k, kv_head, params.problem.head_dim, lane),
-        values_(params.v, kv_head, params.problem.value_dim, lane),
-        kv_head_(kv_head),
-        region_(shared_address(region)),
-        notes_(notes),
+  __device__ TileRing(const DecodeArgs& args, const DecodeBlock& block, unsigned char* smem,
+                      int warp, int lane)
+      : args_(args),
+        map_(args, block.batch),
+        keys_(args, args.keys, block.batch, block.kv_head, lane),
+        values_(args, args.values, block.batch, block.kv_head, lane),
+        kv_head_(block.kv_head),
+        region_(shared_address(smem + args.smem.rings) + warp * args.smem.warp_region),
+        scales_(smem + args.smem.scales + warp * args.stages * kScaleBytes),
         lane_(lane),
         lane_place_(Shape::place(lane / Shape::kLanesPerRow, lane % Shape::kLanesPerRow)) {}
 
   __device__ uint32_t keys(int stage) const { return region_ + stage * 2 * Shape::kTileBytes; }
   __device__ uint32_t values(int stage) const { return keys(stage) + Shape::kTileBytes; }
-  __device__ DecodeTileNotes<Shape> notes(int stage) const {
-    return {notes_ + stage * DecodeTileNotes<Shape>::kBytes};
-  }
+  __device__ TokenScales<Shape> scales(int stage) const { return scales_ + stage * kScaleBytes; }
   __device__ const TokenMap<Shape>& map() const { return map_; }
-  __device__ bool scales_by_page() const { return map_.table && params_.key_scale.batches > 1; }
 
-  __device__ void ask_keys(int stage, int tile, TokenPlace found) const {
-    copy_tile(keys(stage) + lane_place_, keys_, map_, tile, found, lane_);
-    if (!map_.table) return;
-    const uint32_t present = map_.present(found);
-    if (lane_ == 0) notes(stage).present() = present;
+  __device__ void ask_keys(int stage, TokenPlace place, uint32_t present) const {
+    copy_tile(keys(stage) + lane_place_, keys_, place, map_.straddles, present, lane_);
     if constexpr (Shape::kByteCache)
-      ask_scales(params_.key_scale, notes(stage).key_scales(), found);
+      ask_scales(args_.key_scales, args_.key_scale_page, scales(stage).keys, place, present);
   }
-  __device__ void ask_values(int stage, int tile, TokenPlace found) const {
-    copy_tile(values(stage) + lane_place_, values_, map_, tile, found, lane_);
+  __device__ void ask_values(int stage, TokenPlace place, uint32_t present) const {
+    copy_tile(values(stage) + lane_place_, values_, place, map_.straddles, present, lane_);
     if constexpr (Shape::kByteCache)
-      if (map_.table) ask_scales(params_.value_scale, notes(stage).value_scales(), found);
+      ask_scales(args_.value_scales, args_.value_scale_page, scales(stage).values, place, present);
   }
 
  private:
-  // The scale of every token of the tile, when pages have their own.
-  __device__ void ask_scales(const Table<const float>& table, float* scales,
-                             TokenPlace found) const {
-    if (table.batches <= 1) return;
-    const bool present = map_.has(found.page);
-    const int64_t index = present ? found.page * table.width + kv_head_ : 0;
+  static constexpr int kScaleBytes = decode_scale_bytes(Shape::kRowBytes, Shape::kWidth);
+
+  __device__ void ask_scales(const float* scales, int page_stride, float* to, TokenPlace place,
+                             uint32_t present) const {
+    if (page_stride == 0) return;
+    const float* source = scales + int64_t{place.page} * page_stride + kv_head_;
     if (lane_ < Shape::kTileTokens)
-      cp_async_4_zfill(shared_address(scales + lane_), table.data + index, present ? 4 : 0);
+      cp_async_4_zfill(shared_address(to + lane_), source, present >> lane_ & 1 ? 4 : 0);
   }
 
-  const DecodeParams& params_;
-  const TokenMap<Shape>& map_;
+  const DecodeArgs& args_;
+  TokenMap<Shape> map_;
   CacheHead<Shape> keys_, values_;
   int kv_head_;
   uint32_t region_;
-  unsigned char* notes_;
+  unsigned char* scales_;
   int lane_;
   uint32_t lane_place_;
 };

@@ -35,8 +35,8 @@ struct Combined {
 };
 
 // Rows of a block: all of a kv head in a ragged batch, where most blocks find nothing to combine.
-constexpr int combined_rows(const DecodePlan& plan, int rows) {
-  return plan.extra_blocks > 0 ? rows : 1;
+__host__ __device__ constexpr int combined_rows(int extra_blocks, int rows) {
+  return extra_blocks > 0 ? rows : 1;
 }
 
 // A thread for each item of a row, and as many groups of them, each with every groups-th split, as
@@ -50,10 +50,10 @@ __global__ void __launch_bounds__(kCombineThreads)
   const Partials partials = Partials::of(args);
   const int items = partials.width / 4, groups = kCombineThreads / items;
   const int group = threadIdx.x / items, item = threadIdx.x % items;
-  const int rows = combined_rows(args.plan, partials.rows);
+  const int rows = combined_rows(args.extra_blocks, partials.rows);
   const int pair = blockIdx.x / (partials.rows / rows);
   const int first_row = blockIdx.x % (partials.rows / rows) * rows;
-  const int kv_heads = args.params.problem.kv_heads;
+  const int kv_heads = args.kv_heads;
   const int batch = pair / kv_heads, kv_head = pair % kv_heads;
   const PartialSlots slots(args, batch, kv_head, threadIdx.x % 32);
   if (slots.splits == 1) return;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kCombineThreads)
         all.add(stats, values);
       }
       const DecodeRow where(args, batch, kv_head, row);
-      store_item<T, ByteCache>(output_row<T>(args.params, where), item, all.values, all.stats);
+      store_item<T, ByteCache>(output_row<T>(args, where), item, all.values, all.stats);
     }
     __syncthreads();
   }

@@ -1,6 +1,7 @@
-// The lean kernel: decode_kernel for the common call, in a third of the code. One new token in one
-// column block, or a few in two; rows of the compiled head dim, no window, tiles inside one page. A
-// short call is mostly cold instructions and cold parameters; both are few here.
+// The lean kernel: decode_kernel for the common call, in less than half of the code. One new token
+// in one column block, or a few in two; a 16-bit cache, rows of the compiled head dim, tiles inside
+// one page. Featured adds sliding windows, the soft cap and pages of any size. A short call is
+// mostly cold instructions and cold parameters; both are few here.
 #ifndef FLASHATTN_CUDA_DECODE_LEAN_CUH_
 #define FLASHATTN_CUDA_DECODE_LEAN_CUH_
 
@@ -43,12 +44,16 @@ struct LeanArgs {
   int out_head, lse_head, sinks_step, out_token, lse_token;
   float* partial_outs;
   float4* partial_stats;
+
+  int window;     // keys that a row sees in front of its own, at most the capacity
+  float softcap;  // 0: none
 };
 
 // Which (sequence, kv head) and which of its splits a block has. Splits lie along x when they are a
 // cluster, else along y. Query rows are ordered by token, then by head of the group.
-template <class Shape, int Warps, int Cluster>
+template <class Shape, int Warps, int Cluster, bool Featured>
 struct LeanSite {
+  static constexpr bool kFeatured = Featured;
   const LeanArgs& args;
   int batch, kv_head;
 
@@ -69,6 +74,11 @@ struct LeanSite {
   }
   __device__ int warp_region() const {
     return decode_warp_region(Shape::kHeadDim, Shape::kWidth, args.stages);
+  }
+
+  // The first key that any row sees.
+  __device__ int first_key(int length) const {
+    return Featured ? max(0, length - 1 - last_token() - args.window) : 0;
   }
 
   // One column block is compiled for one token.
@@ -125,9 +135,15 @@ struct LeanQuery {
   }
 };
 
-// The ring of one warp: as TileRing, for tiles inside one page whose tokens are visible up to a
-// limit.
-template <class Shape>
+// The tokens of a tile that are read. Only the featured kernel has a begin and holes.
+struct LeanTokens {
+  int begin, end;
+  uint32_t holes;  // a bit for each token, of a tile on several pages, that has no page
+};
+
+// The ring of one warp: as TileRing, for tokens that are visible up to a limit. Tiles lie inside
+// one page, except in the featured kernel.
+template <class Shape, bool Featured>
 class LeanRing {
  public:
   template <class Site>
@@ -141,15 +157,23 @@ class LeanRing {
     keys_ = args_.keys + int64_t{site.kv_head} * args_.key_head + chunk;
     values_ = args_.values + int64_t{site.kv_head} * args_.value_head + chunk;
     if (args_.page_table) table_ = args_.page_table + int64_t{site.batch} * args_.table_step;
+    if constexpr (Featured)
+      straddles_ = args_.page_table && args_.page_size.divisor % Shape::kTileTokens != 0;
   }
 
   __device__ uint32_t keys(int stage) const { return ring_ + stage * 2 * Shape::kTileBytes; }
   __device__ uint32_t values(int stage) const { return keys(stage) + Shape::kTileBytes; }
 
-  // The place of a tile's first token. Waits for nothing but the table: behind the length its
-  // entries are read, as far as the table goes, and not followed.
+  // Featured: whether a tile may lie on several pages.
+  __device__ bool straddles() const { return straddles_; }
+
+  // The place of a tile's first token or, where tiles straddle pages, of the token that has this
+  // lane's number in the tile. Waits for nothing but the table: behind the length its entries are
+  // read, as far as the table goes, and not followed.
   __device__ TokenPlace find(int tile) const {
-    const int token = tile * Shape::kTileTokens;
+    int token = tile * Shape::kTileTokens;
+    if constexpr (Featured)
+      if (straddles_) token += threadIdx.x % Shape::kTileTokens;
     if (!args_.page_table) return {batch_, token};
     const int index = divide(token, args_.page_size);
     const int page = token < args_.capacity ? static_cast<int>(load_now_b32(table_ + index)) : -1;
@@ -157,16 +181,19 @@ class LeanRing {
   }
   // How many tokens of a tile there are, of which `left` lie in front of the limit.
   __device__ int tokens(TokenPlace place, int left) const {
-    const bool absent = args_.page_table && static_cast<unsigned>(place.page) >= args_.num_pages;
-    return absent ? 0 : left;
+    if constexpr (Featured)
+      if (straddles_) return left;
+    return absent(place) ? 0 : left;
+  }
+  __device__ uint32_t holes(TokenPlace place) const {
+    return straddles_ ? __ballot_sync(~0u, absent(place)) : 0;
   }
 
-  __device__ void ask_keys(int stage, TokenPlace place, int tokens) const {
-    copy(keys(stage), keys_ + place.page * args_.key_page, args_.key_token, place.slot, tokens);
+  __device__ void ask_keys(int stage, TokenPlace place, LeanTokens tokens) const {
+    copy(keys(stage), keys_, args_.key_page, args_.key_token, place, tokens);
   }
-  __device__ void ask_values(int stage, TokenPlace place, int tokens) const {
-    copy(values(stage), values_ + place.page * args_.value_page, args_.value_token, place.slot,
-         tokens);
+  __device__ void ask_values(int stage, TokenPlace place, LeanTokens tokens) const {
+    copy(values(stage), values_, args_.value_page, args_.value_token, place, tokens);
   }
 
   // Zeroes the values behind the first `tokens`, which a copy of before the length has read.
@@ -185,15 +212,40 @@ class LeanRing {
   }
 
  private:
-  // Rows from `tokens` on are not read but become zero: values are multiplied by weights of zero
+  __device__ bool absent(TokenPlace place) const {
+    return args_.page_table && static_cast<unsigned>(place.page) >= args_.num_pages;
+  }
+
+  // The copy of a tile that straddles pages: each lane has the distance from the first token of
+  // page 0 to the token of its number.
+  __device__ void gather(uint32_t tile, const char* cache, int64_t token, LeanTokens tokens) const {
+#pragma unroll 1
+    for (int i = 0; i < Shape::kCopies; ++i) {
+      const int row = lane_row_ + i * Shape::kRowsPerCopy;
+      const char* source = cache + __shfl_sync(~0u, token, row);
+      const bool read = row >= tokens.begin && row < tokens.end && (tokens.holes >> row & 1) == 0;
+#pragma unroll
+      for (int piece = 0; piece < Shape::kPieces; ++piece)
+        cp_async_16_zfill(
+            tile + Shape::move(lane_place_, i * Shape::kRowsPerCopy, piece * Shape::kLanesPerRow),
+            source + piece * Shape::kLanesPerRow * 16, read ? 16 : 0);
+    }
+  }
+
+  // Rows outside `tokens` are not read but become zero: values are multiplied by weights of zero
   // and must not be NaN.
-  __device__ void copy(uint32_t tile, const char* page, int token_stride, int slot,
-                       int tokens) const {
-    const char* source = page + static_cast<int64_t>(slot + lane_row_) * token_stride;
+  __device__ void copy(uint32_t tile, const char* cache, int64_t page_stride, int token_stride,
+                       TokenPlace place, LeanTokens tokens) const {
+    const char* page = cache + place.page * page_stride;
+    if constexpr (Featured)
+      if (straddles_)
+        return gather(tile, cache, page - cache + int64_t{place.slot} * token_stride, tokens);
+    const char* source = page + static_cast<int64_t>(place.slot + lane_row_) * token_stride;
     const int64_t step = int64_t{Shape::kRowsPerCopy} * token_stride;
 #pragma unroll
     for (int i = 0; i < Shape::kCopies; ++i) {
-      const int bytes = lane_row_ + i * Shape::kRowsPerCopy < tokens ? 16 : 0;
+      const int row = lane_row_ + i * Shape::kRowsPerCopy;
+      const int bytes = row < tokens.end && (!Featured || row >= tokens.begin) ? 16 : 0;
 #pragma unroll
       for (int piece = 0; piece < Shape::kPieces; ++piece)
         cp_async_16_zfill(
@@ -208,13 +260,18 @@ class LeanRing {
   uint32_t ring_, lane_place_;
   const char *keys_, *values_;  // the lane's first chunk of page 0, token 0
   const int32_t* table_;
+  bool straddles_;
 };
 
-// Hides the tokens of a tile behind the first `tokens`, and from a row those newer than its own.
+// Hides the tokens of a tile behind the first `tokens`, the holes, and from a row the tokens newer
+// than its own or in front of its window.
 template <class Shape, class Site>
 __device__ __forceinline__ void hide_tokens(TileScores<Shape>& scores, const Site& site, int tokens,
-                                            int lane) {
-  if (tokens >= Shape::kTileTokens + site.last_token()) return;
+                                            uint32_t holes, int lane) {
+  bool all_visible = tokens >= Shape::kTileTokens + site.last_token();
+  if constexpr (Site::kFeatured)
+    all_visible = all_visible && tokens - 1 <= site.args.window && holes == 0;
+  if (all_visible) return;
 #pragma unroll
   for (int c = 0; c < Shape::kColumnBlocks; ++c)
 #pragma unroll
@@ -224,44 +281,59 @@ __device__ __forceinline__ void hide_tokens(TileScores<Shape>& scores, const Sit
 #pragma unroll
       for (int n = 0; n < Shape::kTokenBlocks; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (16 * n + 8 * i + lane / 4 >= visible) scores[c][n][2 * i + h] = -INFINITY;
+        for (int i = 0; i < 2; ++i) {
+          const int token = 16 * n + 8 * i + lane / 4;
+          if (token >= visible) scores[c][n][2 * i + h] = -INFINITY;
+          if constexpr (Site::kFeatured)
+            if (token < visible - 1 - site.args.window || (holes >> token & 1) != 0)
+              scores[c][n][2 * i + h] = -INFINITY;
+        }
     }
 }
 
 // Starts the copies of one tile: two groups, keys first.
-template <class Shape>
-__device__ __forceinline__ void ask_tile(const LeanRing<Shape>& ring, int stage, TokenPlace place,
-                                         int tokens, bool exists) {
+template <class Shape, bool Featured>
+__device__ __forceinline__ void ask_tile(const LeanRing<Shape, Featured>& ring, int stage,
+                                         TokenPlace place, LeanTokens tokens, bool exists) {
   if (exists) ring.ask_keys(stage, place, tokens);
   cp_async_commit();
   if (exists) ring.ask_values(stage, place, tokens);
   cp_async_commit();
 }
 
-template <class Shape, int Warps, int Cluster>
+template <class Shape, int Warps, int Cluster, bool Featured>
 __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char* smem) {
   constexpr int kTokens = Shape::kTileTokens;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stages = args.stages;
-  using Site = LeanSite<Shape, Warps, Cluster>;
+  using Site = LeanSite<Shape, Warps, Cluster, Featured>;
   const Site site(args);
   const int found_length =
       static_cast<int>(load_now_b32(args.lengths + int64_t{site.batch} * args.length_step));
   const LeanQuery<Shape> query(site, lane);
 
-  const LeanRing<Shape> ring(site, smem, warp, lane);
-  const int begin = site.split() * site.warps() + warp, step = site.splits() * site.warps();
-  // Lane i looks up the place for stage i.
-  const TokenPlace first_places = ring.find(begin + lane * step);
-  if (args.eager != 0) {
+  const LeanRing<Shape, Featured> ring(site, smem, warp, lane);
+  const int step = site.splits() * site.warps();
+  int begin = site.split() * site.warps() + warp;
+  // Lane i looks up the place for stage i; where tiles straddle pages, its token of the first.
+  TokenPlace first_places = ring.find(begin + lane * step);
+  if constexpr (Featured)
+    if (ring.straddles()) first_places = ring.find(begin);
+  if (!Featured && args.eager != 0) {
     const int left = args.capacity - begin * kTokens;
-    ask_tile(ring, 0, ring.find(begin), left, left > 0);
+    ask_tile(ring, 0, ring.find(begin), {0, left, 0}, left > 0);
   }
   const BlockMerge<Shape, Site> merge(site, smem);
   merge.open();
 
   const int length = clamp_length(found_length, args.capacity);
   const int end = (length + kTokens - 1) / kTokens;
+  const int first_key = site.first_key(length);
+  if constexpr (Featured)
+    if (first_key > 0) {
+      begin += first_key / kTokens;
+      first_places = ring.find(begin + (ring.straddles() ? 0 : lane * step));
+    }
+  StageWords holes(lane);
   uint32_t absent = 0;  // a bit for each stage
   const auto tokens_of = [&](int tile, int stage) {
     return absent >> stage & 1 ? 0 : length - tile * kTokens;
@@ -269,11 +341,17 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
 #pragma unroll 1
   for (int i = args.eager; i < stages; ++i) {
     const int tile = begin + i * step;
-    const TokenPlace place = {__shfl_sync(~0u, first_places.page, i),
-                              __shfl_sync(~0u, first_places.slot, i)};
+    TokenPlace place = {__shfl_sync(~0u, first_places.page, i),
+                        __shfl_sync(~0u, first_places.slot, i)};
     const int tokens = ring.tokens(place, length - tile * kTokens);
     if (tokens == 0) absent |= 1u << i;
-    ask_tile(ring, i, place, tokens, tile < end);
+    LeanTokens read = {first_key - tile * kTokens, tokens, 0};
+    if constexpr (Featured) {
+      if (ring.straddles()) place = i == 0 ? first_places : ring.find(tile);
+      read.holes = ring.holes(place);
+      holes.set(i, read.holes);
+    }
+    ask_tile(ring, i, place, read, tile < end);
   }
   merge.wait_until_open();
 
@@ -286,25 +364,39 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     const bool more = tile + ahead < end;
     const int tokens = tokens_of(tile, stage);
     const int next_tokens = ring.tokens(next, length - (tile + ahead) * kTokens);
+    LeanTokens next_read = {first_key - (tile + ahead) * kTokens, next_tokens, 0};
+    uint32_t tile_holes = 0;
+    if constexpr (Featured) {
+      next_read.holes = ring.holes(next);
+      tile_holes = holes.get(stage);
+      holes.set(stage, next_read.holes);
+    }
 
     wait_for_oldest(stages);
     __syncwarp();
     TileScores<Shape> scores;
     score_tile<Shape>(scores, ring.keys(stage), query, lane);
-    hide_tokens<Shape>(scores, site, tokens, lane);
+    float to_log2 = args.scale_log2;
+    if constexpr (Featured) {
+      if (args.softcap > 0.0f) {
+        cap_scores<Shape>(scores, args.softcap, to_log2);
+        to_log2 = 1.0f;
+      }
+    }
+    hide_tokens<Shape>(scores, site, tokens, tile_holes, lane);
     __syncwarp();
-    if (more) ring.ask_keys(stage, next, next_tokens);
+    if (more) ring.ask_keys(stage, next, next_read);
     cp_async_commit();
 
     TileWeights<Shape> weights;
-    weigh_tile<Shape>(state, scores, weights, args.scale_log2);
+    weigh_tile<Shape>(state, scores, weights, to_log2);
 
     wait_for_oldest(stages);
     __syncwarp();
-    if (tokens < kTokens) ring.clear_values(stage, tokens);
+    if (!Featured && tokens < kTokens) ring.clear_values(stage, tokens);
     accumulate_values<Shape>(state, ring.values(stage), weights, lane);
     __syncwarp();
-    if (more) ring.ask_values(stage, next, next_tokens);
+    if (more) ring.ask_values(stage, next, next_read);
     cp_async_commit();
 
     absent = next_tokens == 0 ? absent | 1u << stage : absent & ~(1u << stage);
@@ -316,12 +408,12 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
   merge.run(state);
 }
 
-template <class Shape, int Warps, int Cluster>
+template <class Shape, int Warps, int Cluster, bool Featured>
 __global__ void __launch_bounds__(32 * Warps,
                                   Shape::kHeadDim* Shape::kColumnBlocks <= 128 ? 16 / Warps : 1)
     decode_lean_kernel(const __grid_constant__ LeanArgs args) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  if constexpr (kHasLeanKernel) decode_lean<Shape, Warps, Cluster>(args, smem);
+  if constexpr (kHasLeanKernel) decode_lean<Shape, Warps, Cluster, Featured>(args, smem);
 }
 
 // ---- Host
@@ -329,8 +421,8 @@ __global__ void __launch_bounds__(32 * Warps,
 // Where sequence b finds an operand with `batches` of them, `stride` apart: b * step.
 constexpr int64_t sequence_step(int batches, int64_t stride) { return batches == 1 ? 0 : stride; }
 
-inline LeanArgs lean_args(const DecodeArgs& call) {
-  const DecodeParams& params = call.params;
+inline LeanArgs lean_args(const DecodeParams& params, const DecodePlan& plan,
+                          const DecodeArgs& call) {
   const int width = byte_width(params.cache_dtype);
   const auto bytes = [&](int64_t elements) { return static_cast<int>(elements * width); };
   LeanArgs args = {};
@@ -358,8 +450,8 @@ inline LeanArgs lean_args(const DecodeArgs& call) {
   args.last_token = params.problem.q_len - 1;
   args.heads_of_token = call.group;
   args.query_token = bytes(params.q.seq);
-  args.stages = call.plan.stages;
-  args.eager = call.plan.eager;
+  args.stages = call.stages;
+  args.eager = plan.eager;
   args.page_size = call.page_size;
   args.num_pages = params.num_pages;
   args.scale_log2 = call.scale_log2;
@@ -373,11 +465,10 @@ inline LeanArgs lean_args(const DecodeArgs& call) {
   args.out_token = static_cast<int>(params.o.seq);
   args.lse_token = static_cast<int>(params.lse.seq);
   args.sinks_step = static_cast<int>(sequence_step(params.sinks.batches, params.sinks.width));
-  if (call.plan.combines()) {
-    const Partials partials = Partials::of(call);
-    args.partial_outs = partials.outs;
-    args.partial_stats = partials.stats;
-  }
+  args.partial_outs = call.partial_outs;
+  args.partial_stats = call.partial_stats;
+  args.window = call.window;
+  args.softcap = call.softcap;
   return args;
 }
 

@@ -14,11 +14,10 @@ class RaggedCut {
  public:
   __device__ RaggedCut(const DecodeArgs& args, int lane) : args_(args), lane_(lane) {
     int units = 0;
-    for (int b = lane; b < args.params.problem.batch; b += 32) units += units_of(b);
+    for (int b = lane; b < args.batch; b += 32) units += units_of(b);
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) units += __shfl_xor_sync(~0u, units, lanes);
-    parts_per_unit_ =
-        static_cast<float>(args.plan.extra_blocks) / static_cast<float>(max(1, units));
+    parts_per_unit_ = static_cast<float>(args.extra_blocks) / static_cast<float>(max(1, units));
   }
 
   __device__ int splits_of(int b) const {
@@ -42,7 +41,7 @@ class RaggedCut {
     int batch, split;  // batch -1: there is no such extra block
   };
   __device__ Part extra_block(int extra) const {
-    const int batch = args_.params.problem.batch;
+    const int batch = args_.batch;
     for (int first = 0; first < batch; first += 32) {
       const int b = first + lane_;
       const int own = b < batch ? splits_of(b) - 1 : 0;
@@ -69,13 +68,9 @@ class RaggedCut {
   static constexpr float kUncutParts = 2.5f;
 
   __device__ int units_of(int b) const {
-    const DecodeParams& params = args_.params;
-    const int length = clamp_length(params.seq_lens.data[batch_entry(b, params.seq_lens.batches)],
-                                    params.problem.kv_len);
-    const int window = params.scores.window_left;
-    const int seen =
-        window == kUnlimited ? length : min_int(length, int64_t{window} + params.problem.q_len);
-    return divide_up(seen, kUnit);
+    const int length =
+        clamp_length(args_.lengths[batch_entry(b, args_.length_batches)], args_.capacity);
+    return divide_up(min_int(length, int64_t{args_.window} + args_.last_token + 1), kUnit);
   }
 
   const DecodeArgs& args_;
@@ -83,41 +78,43 @@ class RaggedCut {
   float parts_per_unit_;
 };
 
+// The sequence, and the part of it, that the index-th place along x stands for.
+struct RaggedPart {
+  int batch, split, splits;  // splits 0: there is no such place
+};
+// Not inlined, so that other batches do not have to fetch past it.
+static __device__ __noinline__ RaggedPart locate_part(const DecodeArgs& args, int index, int lane) {
+  const RaggedCut cut(args, lane);
+  if (index < args.extra_blocks) {
+    const RaggedCut::Part part = cut.extra_block(index);
+    return {part.batch, part.split, part.batch < 0 ? 0 : cut.splits_of(part.batch)};
+  }
+  const int batch = index - args.extra_blocks;
+  return {batch, 0, cut.splits_of(batch)};
+}
+
 // Blocks along x: split fastest, so that they form clusters, then row blocks, which share tokens,
 // then sequences, behind the extra blocks of a ragged batch. Along y: kv heads. False: nothing to
 // do.
 template <class Shape>
 __device__ __forceinline__ bool locate_block(DecodeBlock& block, const DecodeArgs& args, int lane) {
-  const Problem& problem = args.params.problem;
   const int sequence_rows = divide(blockIdx.x, args.splits);
   const int sequence = divide(sequence_rows, args.row_blocks);
   block.kv_head = blockIdx.y;
-  block.first_row = (sequence_rows - sequence * args.plan.row_blocks) * Shape::kRows;
-  block.rows = min(Shape::kRows, problem.q_len * problem.group() - block.first_row);
+  block.first_row =
+      (sequence_rows - sequence * static_cast<int>(args.row_blocks.divisor)) * Shape::kRows;
+  block.rows = min(Shape::kRows, args.query_rows - block.first_row);
 
-  const int extra_blocks = args.plan.extra_blocks;
-  if (extra_blocks == 0) {
-    block.batch = sequence;
-    block.splits = args.plan.splits;
-    block.split = blockIdx.x - sequence_rows * block.splits;
-    const int64_t pair = int64_t{sequence} * problem.kv_heads + block.kv_head;
-    block.partial_slot = pair * block.splits + block.split;
-    return true;
-  }
-  const RaggedCut cut(args, lane);
-  if (sequence >= extra_blocks) {
-    block.batch = sequence - extra_blocks;
-    block.split = 0;
-    block.partial_slot = int64_t{block.batch} * problem.kv_heads + block.kv_head;
-  } else {
-    const RaggedCut::Part part = cut.extra_block(sequence);
-    if (part.batch < 0) return false;
+  block.place = block.batch = sequence;
+  block.splits = static_cast<int>(args.splits.divisor);
+  block.split = blockIdx.x - sequence_rows * block.splits;
+  if (args.extra_blocks > 0) {
+    const RaggedPart part = locate_part(args, sequence, lane);
+    if (part.splits == 0) return false;
     block.batch = part.batch;
     block.split = part.split;
-    block.partial_slot = int64_t{problem.batch} * problem.kv_heads +
-                         int64_t{block.kv_head} * extra_blocks + sequence;
+    block.splits = part.splits;
   }
-  block.splits = cut.splits_of(block.batch);
   return true;
 }
 
@@ -127,17 +124,16 @@ struct PartialSlots {
   int64_t first, second;  // of part 0; of part 1, which the others follow
 
   __device__ PartialSlots(const DecodeArgs& args, int b, int kv_head, int lane) {
-    const Problem& problem = args.params.problem;
-    const int64_t pair = int64_t{b} * problem.kv_heads + kv_head;
-    splits = args.plan.splits;
+    const int64_t pair = int64_t{b} * args.kv_heads + kv_head;
+    splits = static_cast<int>(args.splits.divisor);
     first = pair * splits;
     second = first + 1;
-    if (args.plan.extra_blocks == 0) return;
+    if (args.extra_blocks == 0) return;
     const RaggedCut cut(args, lane);
     splits = cut.splits_of(b);
     if (splits > 1)
-      second = int64_t{problem.batch} * problem.kv_heads +
-               int64_t{kv_head} * args.plan.extra_blocks + cut.extras_before(b);
+      second = int64_t{args.batch} * args.kv_heads + int64_t{kv_head} * args.extra_blocks +
+               cut.extras_before(b);
   }
   __device__ int64_t of_part(int part) const { return part == 0 ? first : second + part - 1; }
 };

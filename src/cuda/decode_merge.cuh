@@ -55,15 +55,14 @@ struct OutputRow {
 };
 
 template <class T>
-__device__ __forceinline__ OutputRow<T> output_row(const DecodeParams& params,
-                                                   const DecodeRow& row) {
-  float* lse = static_cast<float*>(params.lse.data);
-  const auto& sinks = params.sinks;
-  return {
-      static_cast<T*>(params.o.data) + params.o.offset(row.batch, row.token, row.head),
-      lse ? lse + params.lse.offset(row.batch, row.token, row.head) : nullptr,
-      sinks ? sinks.data + batch_entry(row.batch, sinks.batches) * sinks.width + row.head : nullptr,
-      params.problem.value_dim};
+__device__ __forceinline__ OutputRow<T> output_row(const DecodeArgs& args, const DecodeRow& row) {
+  const int64_t out =
+      row.batch * args.out_sequence + row.token * args.out_token + row.head * args.out_head;
+  const int64_t lse =
+      row.batch * args.lse_sequence + row.token * args.lse_token + row.head * args.lse_head;
+  const int64_t sink = batch_entry(row.batch, args.sink_batches) * args.sinks_width + row.head;
+  return {static_cast<T*>(args.out) + out, args.lse ? args.lse + lse : nullptr,
+          args.sinks ? args.sinks + sink : nullptr, args.value_dim};
 }
 
 // Normalises and stores one item of a row; item 0 also stores the lse.
@@ -97,13 +96,9 @@ struct Partials {
   float4* stats;
   int width, rows;
 
-  static __host__ __device__ Partials of(const DecodeArgs& args) {
-    const Problem& problem = args.params.problem;
-    const int width = decode_partial_width(problem.value_dim);
-    const int rows = problem.q_len * problem.group();
-    float* outs = args.params.workspace;
-    const int64_t floats = args.plan.partial_slots(problem) * rows * width;
-    return {outs, reinterpret_cast<float4*>(outs + floats), width, rows};
+  static __device__ Partials of(const DecodeArgs& args) {
+    return {args.partial_outs, args.partial_stats, decode_partial_width(args.value_dim),
+            args.query_rows};
   }
   // `row` counts all q_len * group rows of the kv head.
   __device__ int64_t index(int64_t slot, int row) const { return slot * rows + row; }
@@ -119,21 +114,21 @@ struct MergeSite {
   const DecodeArgs& args;
   const DecodeBlock& block;
 
-  __device__ int warps() const { return args.plan.warps; }
-  __device__ int cluster() const { return kHasClusters ? args.plan.cluster : 1; }
+  __device__ int warps() const { return args.warps; }
+  __device__ int cluster() const { return kHasClusters ? args.cluster : 1; }
   __device__ int split() const { return block.split; }
   __device__ bool is_partial() const { return block.splits > 1; }
   __device__ int rows() const { return block.rows; }
-  __device__ const DecodeSmem& smem() const { return args.plan.smem; }
-  __device__ int warp_region() const { return args.plan.smem.warp_region; }
+  __device__ const DecodeSmem& smem() const { return args.smem; }
+  __device__ int warp_region() const { return args.smem.warp_region; }
   // `row` counts from the block's first.
   __device__ OutputRow<typename Shape::Element> output(int row) const {
     return output_row<typename Shape::Element>(
-        args.params, DecodeRow(args, block.batch, block.kv_head, block.first_row + row));
+        args, DecodeRow(args, block.batch, block.kv_head, block.first_row + row));
   }
   __device__ Partials partials() const { return Partials::of(args); }
   __device__ int64_t partial_index(const Partials& partials, int row) const {
-    return partials.index(block.partial_slot, block.first_row + row);
+    return partials.index(block.partial_slot(args), block.first_row + row);
   }
 };
 

@@ -71,14 +71,13 @@ struct DecodeSmem {
   int query_scales;    // 8-bit caches: a float for each query row
   int rings;           // one for each warp, later its staged accumulators
   int warp_region;     // the distance between them
-  int notes;           // what a warp remembers of the tiles in its ring: DecodeTileNotes
+  int scales;          // 8-bit caches: of the tokens of the tiles in a warp's ring: TokenScales
   int total;
 };
 
-// Beside each tile: which of its tokens have a page and, for 8-bit caches, the scales of the
-// tokens.
-constexpr int decode_notes_bytes(int row_bytes, int cache_width) {
-  return 16 + (cache_width == 1 ? 2 * 4 * decode_tile_tokens(row_bytes) : 0);
+// The scales of a tile's tokens: keys', then values'.
+constexpr int decode_scale_bytes(int row_bytes, int cache_width) {
+  return cache_width == 1 ? 2 * 4 * decode_tile_tokens(row_bytes) : 0;
 }
 
 // The ring of a warp, later its staged accumulators, in bytes.
@@ -101,8 +100,8 @@ constexpr DecodeSmem decode_smem(int head_dim, int cache_width, int column_block
       smem.query + (decode_query_in_registers(head_dim, column_blocks) ? 0 : rows * head_dim * 2);
   smem.rings = divide_up(smem.query_scales + (cache_width == 1 ? rows * 4 : 0), 128) * 128;
   smem.warp_region = decode_warp_region(head_dim, cache_width, stages);
-  smem.notes = smem.rings + warps * smem.warp_region;
-  smem.total = smem.notes + warps * stages * decode_notes_bytes(row_bytes, cache_width);
+  smem.scales = smem.rings + warps * smem.warp_region;
+  smem.total = smem.scales + warps * stages * decode_scale_bytes(row_bytes, cache_width);
   return smem;
 }
 
@@ -133,10 +132,11 @@ struct DecodePlan {
   int splits = 1;         // blocks for the keys of each of them
   int cluster = 1;        // splits when they merge inside a cluster, else 1
   int warps = kDecodeMaxWarps;
-  int stages = 1;        // tiles of keys, and of values, in a warp's ring
-  int extra_blocks = 0;  // ragged: blocks of a kv head and row block beside one for each sequence
-  bool lean = false;     // the small kernel of decode_lean.cuh
-  int eager = 0;         // its tiles of a warp that are fetched before the length is known: 0 or 1
+  int stages = 1;         // tiles of keys, and of values, in a warp's ring
+  int extra_blocks = 0;   // ragged: blocks of a kv head and row block beside one for each sequence
+  bool lean = false;      // the small kernel of decode_lean.cuh
+  bool featured = false;  // the lean kernel with a window or a soft cap
+  int eager = 0;          // its tiles of a warp that are fetched before the length is known: 0 or 1
   DecodeSmem smem = {};
   const char* reason = "";
 
@@ -287,10 +287,8 @@ constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int h
                        const DecodeDevice& device) {
   const Problem& problem = params.problem;
   const int row_bytes = head_dim * byte_width(params.cache_dtype);
-  const bool plain = params.scores.softcap == 0.0 && params.scores.window_left == kUnlimited;
   const bool whole = problem.head_dim == head_dim && problem.value_dim == head_dim &&
-                     byte_width(params.cache_dtype) == 2 &&
-                     (!params.page_table || params.page_size % decode_tile_tokens(row_bytes) == 0);
+                     byte_width(params.cache_dtype) == 2;
   const int most_warps = decode_most_warps(decode_tile_bytes(row_bytes));
   const bool few =
       plan.warps == kDecodeFewWarps && (plan.cluster == 1 || decode_clusters_share_sm(row_bytes));
@@ -310,7 +308,13 @@ constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int h
        {params.q.head, params.q.seq, params.o.seq, params.lse.seq, params.k.seq, params.k.head,
         params.v.seq, params.v.head, params.o.head, params.lse.head, params.page_table.width})
     small = small && stride >= 0 && stride < (1 << 30);
-  return device.merges_in_clusters() && compiled && plain && whole && one_block && direct && small;
+  return device.merges_in_clusters() && compiled && whole && one_block && direct && small;
+}
+
+// Whether the lean kernel needs its featured variant.
+constexpr bool is_featured(const DecodeParams& params, int row_bytes) {
+  return params.scores.softcap != 0.0 || params.scores.window_left < params.problem.kv_len ||
+         (params.page_table && params.page_size % decode_tile_tokens(row_bytes) != 0);
 }
 
 }  // namespace decode_plan_internal
@@ -342,8 +346,10 @@ constexpr DecodePlan plan_decode(const DecodeParams& params, int head_dim,
   plan.reason = cut.reason;
   internal::choose_rings(params, work, device, head_dim, &plan);
   plan.lean = internal::is_lean(params, plan, head_dim, device);
+  plan.featured = plan.lean && internal::is_featured(params, row_bytes);
   // Worth it where a warp has few tiles, and wasted on a sequence that is short.
-  plan.eager = !params.page_table && work.tiles <= 8 * int64_t{plan.splits} * plan.warps;
+  plan.eager =
+      !params.page_table && !plan.featured && work.tiles <= 8 * int64_t{plan.splits} * plan.warps;
   return plan;
 }
 

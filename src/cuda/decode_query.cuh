@@ -16,27 +16,16 @@ template <class Shape>
 __device__ __forceinline__ void load_query_row(ColumnFragments<Shape>& fragments,
                                                const typename Shape::Element* query, int head_dim,
                                                int lane) {
-  const int dim = (Shape::kByteCache ? 4 : 2) * (lane % 4);
+  query += (Shape::kByteCache ? 4 : 2) * (lane % 4);
 #pragma unroll
   for (int j = 0; j < Shape::kDimBlocks; ++j)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int d = 16 * j + dim + half * (Shape::kByteCache ? 2 : 8);
-      fragments[j][half] = d < head_dim ? load_now_b32(query + d) : 0;
+      // Head dims are multiples of 8, of 16 with bytes: what is behind one, is so for all lanes.
+      const int block = 16 * j + (Shape::kByteCache ? 0 : 8 * half);
+      const int d = 16 * j + (Shape::kByteCache ? 2 : 8) * half;
+      fragments[j][half] = block < head_dim ? load_now_b32(query + d) : 0;
     }
-}
-
-template <class Shape>
-__device__ __forceinline__ void load_query(ColumnFragments<Shape>& fragments,
-                                           const DecodeArgs& args, const DecodeBlock& block,
-                                           int column_block, int lane) {
-  const DecodeParams& params = args.params;
-  const int row = block.row_of_column(column_block * kDecodeColumns + lane / 4);
-  const DecodeRow where(args, block.batch, block.kv_head, row);
-  const auto* query = static_cast<const typename Shape::Element*>(params.q.data) +
-                      batch_entry(block.batch, params.q.batches) * params.q.batch +
-                      where.token * params.q.seq + where.head * params.q.head;
-  load_query_row<Shape>(fragments, query, params.problem.head_dim, lane);
 }
 
 __device__ __forceinline__ float2 as_float2(uint32_t pair, __half) {
@@ -79,26 +68,38 @@ __device__ __forceinline__ float normalize_query(ColumnFragments<Shape>& fragmen
 template <class Shape>
 class QueryFragments {
  public:
-  // Loads the query. Called before the first tiles are asked for: cold lines would queue behind
-  // megabytes of them. What the warps share is there after the next __syncthreads().
-  __device__ QueryFragments(const DecodeArgs& args, const DecodeBlock& block, unsigned char* smem)
-      : shared_(reinterpret_cast<uint2*>(smem + args.plan.smem.query)),
-        shared_scales_(reinterpret_cast<float*>(smem + args.plan.smem.query_scales)) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Asks for the query: before the first tiles, since cold lines would queue behind megabytes of
+  // them.
+  __device__ QueryFragments(const DecodeArgs& args, const DecodeBlock& block, unsigned char* smem,
+                            int warp, int lane)
+      : shared_(reinterpret_cast<uint2*>(smem + args.smem.query)),
+        shared_scales_(reinterpret_cast<float*>(smem + args.smem.query_scales)) {
+    const char* query =
+        args.query + batch_entry(block.batch, args.query_batches) * args.query_sequence;
     if constexpr (Shape::kQueryInRegisters) {
 #pragma unroll
-      for (int c = 0; c < Shape::kColumnBlocks; ++c)
-        row_scales_[c] = load_column(columns_[c], args, block, c, lane);
+      for (int c = 0; c < Shape::kColumnBlocks; ++c) load(columns_[c], query, args, block, c, lane);
     } else {
-      for (int c = warp; c < Shape::kColumnBlocks; c += args.plan.warps) {
+      for (int c = warp; c < Shape::kColumnBlocks; c += args.warps) {
         ColumnFragments<Shape> column;
-        const float row_scale = load_column(column, args, block, c, lane);
+        load(column, query, args, block, c, lane);
+        const float row_scale = normalize(column);
 #pragma unroll
         for (int j = 0; j < Shape::kDimBlocks; ++j)
           shared_[(c * Shape::kDimBlocks + j) * 32 + lane] = make_uint2(column[j][0], column[j][1]);
         if (Shape::kByteCache && lane % 4 == 0)
           shared_scales_[c * kDecodeColumns + lane / 4] = row_scale;
       }
+    }
+  }
+
+  // Waits for the query; called behind the first tiles. The whole block calls it.
+  __device__ void finish() {
+    if constexpr (Shape::kQueryInRegisters) {
+#pragma unroll
+      for (int c = 0; c < Shape::kColumnBlocks; ++c) row_scales_[c] = normalize(columns_[c]);
+    } else {
+      __syncthreads();
     }
   }
 
@@ -121,9 +122,16 @@ class QueryFragments {
   }
 
  private:
-  static __device__ float load_column(ColumnFragments<Shape>& column, const DecodeArgs& args,
-                                      const DecodeBlock& block, int c, int lane) {
-    load_query<Shape>(column, args, block, c, lane);
+  // `query` is the sequence's.
+  static __device__ void load(ColumnFragments<Shape>& column, const char* query,
+                              const DecodeArgs& args, const DecodeBlock& block, int c, int lane) {
+    const int row = block.row_of_column(c * kDecodeColumns + lane / 4);
+    const DecodeRow where(args, block.batch, block.kv_head, row);
+    query += where.token * args.query_token + where.head * args.query_head;
+    load_query_row<Shape>(column, reinterpret_cast<const typename Shape::Element*>(query),
+                          args.head_dim, lane);
+  }
+  static __device__ float normalize(ColumnFragments<Shape>& column) {
     if constexpr (Shape::kByteCache) return normalize_query<Shape>(column);
     return 1.0f;
   }

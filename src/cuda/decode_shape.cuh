@@ -33,6 +33,7 @@ struct DecodeShape {
   static constexpr int kTileTokens = decode_tile_tokens(kRowBytes);
   static constexpr int kTileBytes = decode_tile_bytes(kRowBytes);
   static constexpr int kTokenBlocks = kTileTokens / 16;
+  static constexpr uint32_t kAllTokens = ~0u >> (32 - kTileTokens);  // a bit for each of a tile
   static constexpr int kDimBlocks = HeadDim / 16;
   // One ldmatrix.x4 covers two 16-byte chunks of 16 tokens: one k-step of 16 dims, two of bytes.
   static constexpr int kStepsPerLoad = kByteCache ? 2 : 1;

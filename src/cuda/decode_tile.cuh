@@ -60,27 +60,31 @@ __device__ __forceinline__ void cap_scores(TileScores<Shape>& scores, float cap,
       for (int i = 0; i < 4; ++i) scores[c][n][i] = outer * tanh_by_exp2(scores[c][n][i] * inner);
 }
 
-// Hides what a row does not see. Only for tiles at the ends of a row's keys, or with absent pages.
+// Hides what a row does not see: tokens that are not `present`, and those behind its own or in
+// front of its window. Tiles wholly inside every row's keys have none.
 template <class Shape>
-__device__ __forceinline__ void mask_scores(TileScores<Shape>& scores, const DecodeArgs& args,
+__device__ __forceinline__ void hide_scores(TileScores<Shape>& scores, const DecodeArgs& args,
                                             const DecodeBlock& block, int tile, uint32_t present,
                                             int lane) {
+  const int first = tile * Shape::kTileTokens;
+  const bool inside =
+      first >= block.interior.begin && first + Shape::kTileTokens <= block.interior.end;
+  if (inside && present == Shape::kAllTokens) return;
 #pragma unroll
   for (int c = 0; c < Shape::kColumnBlocks; ++c)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = block.row_of_column(c * kDecodeColumns + 2 * (lane % 4) + h);
-      const KeyRange keys = block.keys_of(row, args);
+      uint32_t visible = present;
+      if (args.last_token > 0) {
+        const int row = block.row_of_column(c * kDecodeColumns + 2 * (lane % 4) + h);
+        visible &= tokens_among(block.keys_of(row, args), first);
+      }
 #pragma unroll
       for (int n = 0; n < Shape::kTokenBlocks; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int in_tile = 16 * n + 8 * i + lane / 4;
-          const int token = tile * Shape::kTileTokens + in_tile;
-          const bool visible =
-              token >= keys.begin && token < keys.end && (present >> in_tile & 1) != 0;
-          if (!visible) scores[c][n][2 * i + h] = -INFINITY;
-        }
+        for (int i = 0; i < 2; ++i)
+          if ((visible >> lane / 4 >> (16 * n + 8 * i) & 1) == 0)
+            scores[c][n][2 * i + h] = -INFINITY;
     }
 }
 
@@ -104,7 +108,7 @@ struct WarpState {
   float sum[Shape::kColumnBlocks][4] = {};  // of rounded weights, by a product: rows all alike
   float exact_sum[Shape::kColumnBlocks][2] = {};  // of this lane's tokens, before rounding
   float max[Shape::kColumnBlocks][2];
-  float value_scale = 0.0f;  // out is in units of it; 8-bit caches with scales by page
+  float value_scale = 0.0f;  // 8-bit caches: out is in units of it
 
   __device__ WarpState() {
 #pragma unroll

@@ -77,7 +77,9 @@ Explained explain_decode(const DecodeParams& params, const Device& device) {
   const std::string merge = plan.cluster > 1  ? ", merged inside a cluster"
                             : plan.combines() ? ", merged by a second kernel"
                                               : "";
-  const std::string kernel = plan.lean ? "lean kernel, " : "";
+  const std::string kernel = plan.featured ? "featured lean kernel, "
+                             : plan.lean   ? "lean kernel, "
+                                           : "general kernel, ";
   return {plan.cluster > 1 ? "decode (sm90 cluster)" : "decode", "",
           kernel + number(plan.splits) + " splits" + merge + ", " + number(plan.warps) +
               " warps, " + number(plan.stages) + " stages: " + plan.reason};

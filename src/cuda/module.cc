@@ -146,6 +146,7 @@ nb::tuple explain(const std::string& op, nb::dict sizes, nb::dict dtypes, nb::di
     p.q = queries(problem.head_dim), p.o = queries(problem.value_dim);
     p.k = keys(problem.head_dim), p.v = keys(problem.value_dim);
     p.page_table.data = static_cast<int32_t*>(given("page_table"));
+    p.page_size = size("page_size");
     p.num_splits = nb::cast<int>(options["num_splits"]);
     p.batch_invariant = nb::cast<bool>(options["batch_invariant"]);
     answer = explain_decode(p, device);
