@@ -59,7 +59,11 @@ struct SegmentRange {
 template <int BlockKv>
 class BlockFinder {
  public:
-  __device__ explicit BlockFinder(const PrefillParams& params) : params_(params) {}
+  __device__ explicit BlockFinder(const PrefillParams& params) : params_(params), looks_at_(0) {
+    const Features& features = params.features;
+    if (features.key_segments) looks_at_ |= kSegments;
+    if (features.mask.data) looks_at_ |= features.mask.row == 0 ? kOneRow : kAllRows;
+  }
 
   // Begins with a tile of so many query positions.
   __device__ __forceinline__ void start(const TileWork& work, int positions) {
@@ -78,34 +82,30 @@ class BlockFinder {
     first_whole_ = (whole_begin + BlockKv - 1) / BlockKv;
     end_whole_ = max(whole_end, 0) / BlockKv;
     known_from_ = INT_MAX;
-    if (params_.features.key_segments) find_row_segments(first_row, last_row);
+    if (looks_at_ & kSegments) find_row_segments(first_row, last_row);
   }
   __device__ __forceinline__ void stop() { first_block_ = block_ = 0; }
 
   // The tile's blocks from the last to the first, then none.
   __device__ __forceinline__ FoundBlock next() {
     --block_;
-    if (looks_at_keys()) skip_hidden();
+    int looks_at = looks_at_;
+    opaque(looks_at);  // else what is known of it occupies predicates, and those spill
+    if (looks_at & (kSegments | kOneRow)) skip_hidden(looks_at);
     if (block_ < first_block_) return FoundBlock::none();
-    const bool whole = !looks_at_keys() || whole_ >> (block_ - known_from_) & 1;
-    return {block_, !whole || has_mask_of_rows() || window_hides()};
+    bool masked = looks_at & kAllRows || block_ < first_whole_ || block_ >= end_whole_;
+    if (looks_at & (kSegments | kOneRow)) masked |= !(whole_ >> (block_ - known_from_) & 1);
+    return {block_, masked};
   }
 
  private:
-  __device__ bool mask_is_one_row() const {
-    return params_.features.mask.data != nullptr && params_.features.mask.row == 0;
-  }
-  __device__ bool has_mask_of_rows() const {
-    return params_.features.mask.data != nullptr && params_.features.mask.row != 0;
-  }
-  __device__ bool looks_at_keys() const {
-    return params_.features.key_segments || mask_is_one_row();
-  }
-  __device__ bool window_hides() const { return block_ < first_whole_ || block_ >= end_whole_; }
+  // What there is beside a window: a mask is one row for all queries, or a row for each, which is
+  // left to those who need it.
+  static constexpr int kSegments = 1, kOneRow = 2, kAllRows = 4;
 
-  __device__ __forceinline__ void skip_hidden() {
+  __device__ __forceinline__ void skip_hidden(int looks_at) {
     for (; block_ >= first_block_; block_ = known_from_ - 1) {
-      if (block_ < known_from_) look();
+      if (block_ < known_from_) look(looks_at);
       const uint32_t left = visible_ & ~0u >> (31 - (block_ - known_from_));
       if (left == 0) continue;
       block_ = known_from_ + 31 - __clz(left);
@@ -123,12 +123,12 @@ class BlockFinder {
   }
 
   // At the block and the 31 before it.
-  __device__ __forceinline__ void look() {
+  __device__ __forceinline__ void look(int looks_at) {
     known_from_ = block_ - 31;
     const int first = max(known_from_, first_block_);
     visible_ = whole_ = ~0u << (first - known_from_);
-    if (params_.features.key_segments) look_at_segments(first);
-    if (mask_is_one_row()) look_at_mask(first);
+    if (looks_at & kSegments) look_at_segments(first);
+    if (looks_at & kOneRow) look_at_mask(first);
   }
 
   // Unrolled, so that several blocks' loads are under way at once.
@@ -171,6 +171,7 @@ class BlockFinder {
   }
 
   const PrefillParams& params_;
+  int looks_at_;
   int batch_, head_, kv_len_;
   int block_, first_block_;       // the last one found; the first that the window leaves
   int first_whole_, end_whole_;   // the blocks of which it hides nothing

@@ -373,6 +373,8 @@ class PrefillConsumer {
   __device__ __forceinline__ void finish_tile(const volatile TileWork& work) {
     const int batch = work.batch, head = work.head, q_len = work.q_len;
     const int first = first_position(work);
+    // Early where it is the longer way: less is in registers then.
+    if (Tile::kAnyMask && shared_.v_not_finite[q_stage_]) see_not_finite(work);
     float inverse[2];
     bool empty[2];
 #pragma unroll
@@ -388,7 +390,7 @@ class PrefillConsumer {
                   empty[half] ? -INFINITY : (rows_.ref[half] + log2_approx(sum)) * kLn2);
     }
     const uint32_t q_smem = smem_.q(q_stage_, warpgroup_);
-    if (shared_.v_not_finite[q_stage_]) see_not_finite(work);
+    if (!Tile::kAnyMask && shared_.v_not_finite[q_stage_]) see_not_finite(work);
 #pragma unroll
     for (int i = 0; i < Tile::kHeadDim / 2; ++i) o_regs_[i] *= inverse[i / 2 % 2];
     if (__any_sync(kWholeWarp, empty[0] || empty[1])) {  // multiplied, they may be NaN
@@ -448,10 +450,14 @@ class PrefillConsumer {
   }
   __device__ __forceinline__ void see_value(const T* v, bool seen0, bool seen1) {
     if (Tile::kAnyMask && !__any_sync(kWholeWarp, seen0 || seen1)) return;
+    int head_dim = params_.problem.head_dim;
+    if constexpr (Tile::kAnyMask) opaque(head_dim);  // else predicates are kept for all columns
 #pragma unroll
     for (int i = 0; i < Tile::kHeadDim / 2; ++i) {
       const int column = i / 4 * 8 + i % 2;
-      if (column + lane() % 4 * 2 >= params_.problem.head_dim) continue;
+      // A branch, without which the compiler loads everything at once and spills for it.
+      if (Tile::kAnyMask && i % 16 == 0 && column >= head_dim) break;
+      if (column + lane() % 4 * 2 >= head_dim) continue;
       const float value = static_cast<float>(v[column]);
       if (!isfinite(value) && (i / 2 % 2 == 0 ? seen0 : seen1)) o_regs_[i] += value;
     }

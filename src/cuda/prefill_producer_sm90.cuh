@@ -138,9 +138,10 @@ class PrefillProducer {
       return finder_.stop();
     }
     // A window without an end leaves the most keys to the first rows, any other to the last.
-    const Scores& scores = params_.scores;
-    const bool last_first =
-        scores.window_left == kUnlimited || scores.window_right != kUnlimited;
+    int left = params_.scores.window_left, right = params_.scores.window_right;
+    opaque(left);  // else what is known of them is kept, and spills
+    opaque(right);
+    const bool last_first = left == kUnlimited || right != kUnlimited;
     const TileWork work = place_tile(params_, grid_, tile, last_first);
     if (is_loader()) shared_.next_work = work;
     finder_.start(work, grid_.block_positions);
@@ -171,12 +172,12 @@ class PrefillProducer {
   }
   __device__ __forceinline__ int next_tile(int tile) {
     if (grid_.counter == nullptr) return tile + static_cast<int>(gridDim.x);
-    int next = 0;
-    if (is_loader()) {
-      mbarrier_wait(shared_address(&shared_.barriers.counter_claimed), 0);
-      next = fetch_tile(grid_);
-    }
-    return kThreads == 1 ? next : __shfl_sync(~0u, next, 0);
+    if constexpr (kThreads == 1) return fetch_next_tile();
+    return __shfl_sync(~0u, is_loader() ? fetch_next_tile() : 0, 0);
+  }
+  __device__ __forceinline__ int fetch_next_tile() const {
+    mbarrier_wait(shared_address(&shared_.barriers.counter_claimed), 0);
+    return fetch_tile(grid_);
   }
 
   __device__ __forceinline__ void load_q(const TileWork& work, int warpgroup) {

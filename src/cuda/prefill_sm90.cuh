@@ -140,11 +140,11 @@ inline Status encode_prefill_maps(PrefillMaps* maps, const PrefillParams& params
 }
 
 template <class Tile>
-PrefillScale<Tile> prefill_scale(const Scores& scores) {
+PrefillScale<Tile> prefill_scale(const PrefillParams& params) {
   if constexpr (Tile::kShaped)
-    return make_shape_scale(scores);
+    return make_shape_scale(params);
   else  // A scale of 0 would turn the -inf of masked scores into NaN; FLT_MIN gives the same softmax.
-    return std::max(static_cast<float>(scores.scale) * kLog2e, FLT_MIN);
+    return std::max(static_cast<float>(params.scores.scale) * kLog2e, FLT_MIN);
 }
 
 template <class T, int TileIndex>
@@ -155,7 +155,7 @@ Status launch_prefill_tile_sm90(const PrefillParams& params, const Device& devic
   PrefillMaps maps;
   if (Status status = encode_prefill_maps(&maps, params, grid, Tile::kBlockKv); !status.ok())
     return {"prefill_sm90: " + status.message};
-  PrefillScale<Tile> scale = prefill_scale<Tile>(params.scores);
+  PrefillScale<Tile> scale = prefill_scale<Tile>(params);
   PrefillParams kernel_params = params;
   void* args[] = {&maps, &kernel_params, &grid, &scale};
   const Launch what = {"prefill_sm90", reinterpret_cast<const void*>(&prefill_sm90_kernel<T, Tile>),

@@ -29,8 +29,8 @@ class RowMasks {
   template <int N>
   __device__ __forceinline__ void hide(float (&s)[N], int first_key) const {
     hide_outside_window(s, first_key);
-    if (params_.features.key_segments) hide_other_segments(s, first_key);
-    if (params_.features.mask.data) hide_masked(s, first_key);
+    if (is_given(params_.features.key_segments.data)) hide_other_segments(s, first_key);
+    if (is_given(params_.features.mask.data)) hide_masked(s, first_key);
   }
 
   __device__ __forceinline__ bool sees(int row, int key) const {
@@ -44,8 +44,17 @@ class RowMasks {
  private:
   __device__ static int quad_lane() { return threadIdx.x % 4; }
 
+  // Opaque, as below: else what is known of a call occupies predicates throughout the main loop.
+  __device__ static bool is_given(const void* operand) {
+    auto address = reinterpret_cast<int64_t>(operand);
+    opaque(address);
+    return address != 0;
+  }
   __device__ KeyRange window(int row) const {
-    return visible_keys(params_.scores, position_[row], work_.q_len, work_.kv_len);
+    Scores scores = params_.scores;
+    opaque(scores.window_left);
+    opaque(scores.window_right);
+    return visible_keys(scores, position_[row], work_.q_len, work_.kv_len);
   }
   __device__ int32_t segment(int row) const {
     return __ldg(params_.features.query_segments.row(work_.batch) + position_[row]);
@@ -117,7 +126,8 @@ class RowMasks {
   }
   // Of 8 keys from this one on.
   __device__ __forceinline__ uint32_t mask_bits(const uint8_t* of_row, int key, int kv_len) const {
-    const int64_t col = params_.features.mask.col;
+    int64_t col = params_.features.mask.col;
+    opaque(col);
     const uint8_t* at = of_row + key * col;
     if (col == 1 && key + 8 <= kv_len && reinterpret_cast<uintptr_t>(at) % 8 == 0) {
       const uint2 bytes = __ldg(reinterpret_cast<const uint2*>(at));

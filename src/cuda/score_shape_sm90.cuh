@@ -12,10 +12,13 @@
 
 namespace flashattn {
 
+constexpr int kSoftCap = 1, kAlibi = 2;
+
 // Makes raw products logits in log2 units; filled on the host.
 struct ShapeScale {
   float product;  // multiplies a product; with a cap, gives the power of two that tanh needs
-  float cap;      // in log2 units; 0: none
+  int features;   // kSoftCap, kAlibi
+  float cap;      // in log2 units
   float minus_two_caps;
   // cap tanh(x) = s (odd[0] + odd[1] s^2 + ...) for x^2 <= kSeriesLimit, where s is the product and
   // x what tanh is taken of.
@@ -28,11 +31,14 @@ constexpr double kTanhSeriesLimit = 0.5;
 constexpr double kTanhSeries[5] = {0.9999996423721313, -0.33329981565475464, 0.13278315961360931,
                                    -0.050731346011161804, 0.013653111644089222};
 
-inline ShapeScale make_shape_scale(const Scores& scores) {
+inline ShapeScale make_shape_scale(const PrefillParams& params) {
+  const Scores& scores = params.scores;
   const double log2_scale = scores.scale * kLog2e;
   ShapeScale shape = {};
+  if (params.features.alibi_slopes) shape.features |= kAlibi;
   shape.product = static_cast<float>(log2_scale);
   if (scores.softcap == 0.0) return shape;
+  shape.features |= kSoftCap;
   const double cap = scores.softcap * kLog2e, ratio = scores.scale / scores.softcap;
   shape.product = static_cast<float>(2.0 * log2_scale / scores.softcap);
   shape.cap = static_cast<float>(cap);
@@ -82,42 +88,40 @@ class ScoreShape {
   // Of rows at these query positions.
   __device__ __forceinline__ ScoreShape(const PrefillParams& params, const ShapeScale& scale,
                                         const volatile TileWork& work, int position0, int position1)
-      : params_(params), scale_(scale) {
-    const Features& features = params.features;
-    if (!features.alibi_slopes) return;
-    alibi_slope_ = __ldg(features.alibi_slopes.row(work.batch) + work.head) * kLog2e;
-    const int last = work.q_len - 1, shift = work.shift;
-    own_key_[0] = min(position0, last) + shift;
-    own_key_[1] = min(position1, last) + shift;
-  }
+      : params_(params), scale_(scale), work_(work), position_{position0, position1} {}
 
   // The scores of the block that begins with this key, from raw products.
   template <int N>
   __device__ __forceinline__ void apply(float (&s)[N], int first_key) const {
-    if (scale_.cap > 0.0f) {
+    int features = scale_.features;
+    opaque(features);  // else what is known of it occupies predicates throughout the main loop
+    if (features & kSoftCap) {
       cap_scores(s, scale_);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) s[i] *= scale_.product;
     }
-    if (params_.features.alibi_slopes) add_alibi(s, first_key);
+    if (features & kAlibi) add_alibi(s, first_key);
   }
 
  private:
   template <int N>
   __device__ __forceinline__ void add_alibi(float (&s)[N], int first_key) const {
-    const int key = first_key + 2 * static_cast<int>(threadIdx.x % 4);
-    const float distance[2] = {static_cast<float>(own_key_[0] - key),
-                               static_cast<float>(own_key_[1] - key)};
+    const int key = first_key + 2 * static_cast<int>(threadIdx.x % 4) - work_.shift;
+    const int last = work_.q_len - 1;
+    const float distance[2] = {static_cast<float>(min(position_[0], last) - key),
+                               static_cast<float>(min(position_[1], last) - key)};
+    const float slope =
+        __ldg(params_.features.alibi_slopes.row(work_.batch) + work_.head) * kLog2e;
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      s[i] = fmaf(-alibi_slope_, fabsf(distance[i / 2 % 2] - (8 * (i / 4) + i % 2)), s[i]);
+      s[i] = fmaf(-slope, fabsf(distance[i / 2 % 2] - (8 * (i / 4) + i % 2)), s[i]);
   }
 
   const PrefillParams& params_;
   const ShapeScale& scale_;
-  float alibi_slope_;
-  int own_key_[2];  // position of each row among the keys
+  const volatile TileWork& work_;
+  const int position_[2];
 };
 
 }  // namespace flashattn
