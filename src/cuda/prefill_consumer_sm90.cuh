@@ -30,7 +30,8 @@ class PrefillConsumer {
         shared_(shared),
         warpgroup_(warpgroup) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) row_position_[half] = row(half) / grid.packed_heads;
+    for (int half = 0; half < 2; ++half)
+      if constexpr (!Tile::kAnyMask) row_position_[half] = row(half) / grid.packed_heads;
   }
 
   __device__ __forceinline__ void run() {
@@ -113,10 +114,10 @@ class PrefillConsumer {
     bool p_is_in_b = false;
     first_block(work, 0);
 #pragma unroll 1
-    while (!found_.last()) {
+    while (!was_last_) {
       step_to_found_block(p_a_regs_, kDoubleP ? p_b_regs_ : p_a_regs_);
       if constexpr (kDoubleP) {
-        p_is_in_b = found_.last();
+        p_is_in_b = was_last_;
         if (p_is_in_b) break;
         step_to_found_block(p_b_regs_, p_a_regs_);
       }
@@ -291,14 +292,21 @@ class PrefillConsumer {
   // ---- rows and masks
   // This thread's two rows of the warpgroup's 64. Packed heads are the faster index of a row.
   __device__ int row(int half) const { return warp() * 16 + lane() / 4 + half * 8; }
+  // Worked out anew where the registers are for other things.
+  __device__ __forceinline__ int row_position(int half) const {
+    if constexpr (!Tile::kAnyMask) return row_position_[half];
+    int own_row = row(half);
+    opaque(own_row);
+    return own_row / grid_.packed_heads;
+  }
   __device__ int packed_head(int half) const {
-    return row(half) - row_position_[half] * grid_.packed_heads;
+    return row(half) - row_position(half) * grid_.packed_heads;
   }
   __device__ int query_head(int head, int half) const {
     return head * grid_.packed_heads + packed_head(half);
   }
   // False for the rows that are left over where the packed heads do not divide 64.
-  __device__ bool is_row(int half) const { return row_position_[half] < grid_.warpgroup_positions; }
+  __device__ bool is_row(int half) const { return row_position(half) < grid_.warpgroup_positions; }
   __device__ int first_position(const volatile TileWork& work) const {
     return work.position + warpgroup_ * grid_.warpgroup_positions;
   }
@@ -307,13 +315,13 @@ class PrefillConsumer {
   __device__ __forceinline__ RowMasks row_masks() const {
     const volatile TileWork& work = shared_.work[q_stage_];
     const int first = first_position(work);
-    return {params_, work, first + row_position_[0], first + row_position_[1]};
+    return {params_, work, first + row_position(0), first + row_position(1)};
   }
   __device__ __forceinline__ void shape_scores(int n) {
     if constexpr (Tile::kShaped) {
       const volatile TileWork& work = shared_.work[q_stage_];
       const int first = first_position(work);
-      ScoreShape(params_, scale_, work, first + row_position_[0], first + row_position_[1])
+      ScoreShape(params_, scale_, work, first + row_position(0), first + row_position(1))
           .apply(s_regs_, n * Tile::kBlockKv);
     }
   }
@@ -327,7 +335,7 @@ class PrefillConsumer {
     const int last_key = work.kv_len - 1, diagonal = first_position(work) + work.shift;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      last_key_[half] = Tile::kCausal ? min(diagonal + row_position_[half], last_key) : last_key;
+      last_key_[half] = Tile::kCausal ? min(diagonal + row_position(half), last_key) : last_key;
   }
   __device__ __forceinline__ VisibleColumns visible_columns(int n) const {
     const int first = n * Tile::kBlockKv, own_column = lane() % 4 * 2;
@@ -346,8 +354,8 @@ class PrefillConsumer {
   // Ahead of the step that needs it; with a block to come, after block n.
   __device__ __forceinline__ void wait_next_k(int n, uint32_t i) {
     if constexpr (Tile::kAnyMask) {
-      found_ = next_;
-      if (found_.last()) return;
+      was_last_ = next_.last();
+      if (was_last_) return;
       wait_k(i);
       next_ = shared_.k_block[ring_stage(i)];
     } else {
@@ -382,7 +390,7 @@ class PrefillConsumer {
       float weight = 1.f;
       if constexpr (Tile::kAnyMask) weight = add_sink(half, batch, query_head(head, half));
       const float sum = quad_sum(rows_.sum[half]);
-      const int position = first + row_position_[half];
+      const int position = first + row_position(half);
       empty[half] = position >= q_len || sum == 0.f || !is_row(half);
       inverse[half] = weight * rcp_approx(sum);
       if (lane() % 4 == 0 && position < params_.problem.q_len && is_row(half))
@@ -508,7 +516,8 @@ class PrefillConsumer {
   OnlineRows rows_;
   int row_position_[2];  // of each of this thread's rows, from the warpgroup's first position
   int last_key_[2];      // that each row sees, where that is all there is to know
-  FoundBlock found_, next_;  // the block in S, and the one in K after it; any mask only
+  FoundBlock next_;  // of the step to come, and whether the one before was the tile's last; any
+  bool was_last_;    // mask only
   uint32_t q_low_ = 0;
   uint32_t block_ = 0;  // K/V blocks so far, through all tiles
   int q_stage_ = 0;
