@@ -1,8 +1,8 @@
 // Which blocks of keys a tile visits where any mask may apply, and which of them need no mask.
 //
 // The window leaves a range of blocks, of which those at its edges are masked. Segments, and a mask
-// that is the same for all rows, are looked at for 32 blocks at a time: blocks without a visible key
-// are not even loaded, and those that all rows see as a whole go the way of an unmasked block.
+// that is the same for all rows, are looked at for 32 blocks at a time: blocks without a visible
+// key are not even loaded, and those that all rows see as a whole go the way of an unmasked block.
 #ifndef FLASHATTN_CUDA_BLOCK_FINDER_SM90_CUH_
 #define FLASHATTN_CUDA_BLOCK_FINDER_SM90_CUH_
 
@@ -173,8 +173,8 @@ class BlockFinder {
   const PrefillParams& params_;
   int looks_at_;
   int batch_, head_, kv_len_;
-  int block_, first_block_;       // the last one found; the first that the window leaves
-  int first_whole_, end_whole_;   // the blocks of which it hides nothing
+  int block_, first_block_;      // the last one found; the first that the window leaves
+  int first_whole_, end_whole_;  // the blocks of which it hides nothing
   SegmentRange row_segments_;
   int known_from_;            // visible_ and whole_ tell of 32 blocks from here on:
   uint32_t visible_, whole_;  // some row sees a key; all rows see all keys but for the window

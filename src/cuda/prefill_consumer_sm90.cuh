@@ -425,8 +425,8 @@ class PrefillConsumer {
     if constexpr (Tile::kQStages == 1) release_previous_q();
   }
 
-  // A sink is one more logit, without a value. It joins the row's sum, under the greater reference of
-  // the two; returns what O has to be multiplied with to follow.
+  // A sink is one more logit, without a value. It joins the row's sum, under the greater reference
+  // of the two; returns what O has to be multiplied with to follow.
   __device__ __forceinline__ float add_sink(int half, int batch, int query_head) {
     const Table<const float>& sinks = params_.features.sinks;
     if (!sinks || !is_row(half)) return 1.f;
@@ -516,8 +516,8 @@ class PrefillConsumer {
   OnlineRows rows_;
   int row_position_[2];  // of each of this thread's rows, from the warpgroup's first position
   int last_key_[2];      // that each row sees, where that is all there is to know
-  FoundBlock next_;  // of the step to come, and whether the one before was the tile's last; any
-  bool was_last_;    // mask only
+  FoundBlock next_;      // of the step to come, and whether the one before was the tile's last; any
+  bool was_last_;        // mask only
   uint32_t q_low_ = 0;
   uint32_t block_ = 0;  // K/V blocks so far, through all tiles
   int q_stage_ = 0;

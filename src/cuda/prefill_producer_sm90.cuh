@@ -33,13 +33,9 @@ class PrefillProducer {
   }
 
  private:
-  // Knows the block that it loads, or in the kernels for any mask what the consumers must know.
-  using Block = std::conditional_t<Tile::kAnyMask, FoundBlock, int>;
   using Finder = std::conditional_t<Tile::kAnyMask, BlockFinder<Tile::kBlockKv>, NoFinder>;
 
   __device__ static bool is_loader() { return kThreads == 1 || threadIdx.x == 0; }
-  __device__ static int index(int block) { return block; }
-  __device__ static int index(FoundBlock block) { return block.block(); }
 
   __device__ uint32_t q_full(int warpgroup) const {
     return shared_address(&shared_.barriers.q_full[q_stage_][warpgroup]);
@@ -190,26 +186,38 @@ class PrefillProducer {
       tma_load_packed(q_smem + chunk * Tile::kQChunkBytes, &maps_.q, barrier, chunk * 64,
                       work.position + warpgroup * positions, work.head, work.q_batch);
   }
-  __device__ __forceinline__ void load_k(const TileWork& work, uint32_t i, Block block) {
-    if (!is_loader()) return;
+  __device__ __forceinline__ void load_k(const TileWork& work, uint32_t i, int block) {
     const uint32_t stage = ring_stage(i);
     mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity(i) ^ 1);
-    if constexpr (Tile::kAnyMask) shared_.k_block[stage] = block;
-    load_block(&maps_.k, shared_address(&shared_.barriers.k_full[stage]), smem_.k(stage),
-               index(block), work.kv_head, work.k_batch);
+    load_block(&maps_.k, shared_address(&shared_.barriers.k_full[stage]), smem_.k(stage), block,
+               work.kv_head, work.k_batch);
   }
-  __device__ __forceinline__ void load_v(const TileWork& work, uint32_t i, Block block) {
-    if (!is_loader()) return;
+  __device__ __forceinline__ void load_v(const TileWork& work, uint32_t i, int block) {
     const uint32_t stage = ring_stage(i);
-    // The inspector follows the blocks that are found one by one, and lets pass what it need not
-    // see.
-    const bool inspected = Tile::kAnyMask || index(block) >= work.first_inspected;
+    const bool inspected = block >= work.first_inspected;
     mbarrier_wait(shared_address(&shared_.barriers.v_empty[stage]), ring_parity(i) ^ 1);
-    if constexpr (Tile::kAnyMask) shared_.v_block[stage] = block;
     load_block(&maps_.v,
                shared_address(inspected ? &shared_.barriers.v_raw[stage]
                                         : &shared_.barriers.v_full[stage]),
-               smem_.v(stage), index(block), work.kv_head, work.v_batch);
+               smem_.v(stage), block, work.kv_head, work.v_batch);
+  }
+  // With what the others have to know of the block. The inspector follows the blocks that are found
+  // one by one, and lets pass what it need not see.
+  __device__ __forceinline__ void load_k(const TileWork& work, uint32_t i, FoundBlock block) {
+    if (!is_loader()) return;
+    const uint32_t stage = ring_stage(i);
+    mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity(i) ^ 1);
+    shared_.k_block[stage] = block;
+    load_block(&maps_.k, shared_address(&shared_.barriers.k_full[stage]), smem_.k(stage),
+               block.block(), work.kv_head, work.k_batch);
+  }
+  __device__ __forceinline__ void load_v(const TileWork& work, uint32_t i, FoundBlock block) {
+    if (!is_loader()) return;
+    const uint32_t stage = ring_stage(i);
+    mbarrier_wait(shared_address(&shared_.barriers.v_empty[stage]), ring_parity(i) ^ 1);
+    shared_.v_block[stage] = block;
+    load_block(&maps_.v, shared_address(&shared_.barriers.v_raw[stage]), smem_.v(stage),
+               block.block(), work.kv_head, work.v_batch);
   }
   __device__ __forceinline__ void load_block(const CUtensorMap* map, uint32_t barrier,
                                              uint32_t tile_smem, int block, int head, int batch) {

@@ -143,7 +143,8 @@ template <class Tile>
 PrefillScale<Tile> prefill_scale(const PrefillParams& params) {
   if constexpr (Tile::kShaped)
     return make_shape_scale(params);
-  else  // A scale of 0 would turn the -inf of masked scores into NaN; FLT_MIN gives the same softmax.
+  else  // A scale of 0 would turn the -inf of masked scores into NaN; FLT_MIN gives the same
+        // softmax.
     return std::max(static_cast<float>(params.scores.scale) * kLog2e, FLT_MIN);
 }
 

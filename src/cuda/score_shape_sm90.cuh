@@ -60,7 +60,8 @@ __device__ __forceinline__ void cap_scores(float (&s)[N], const ShapeScale& shap
   constexpr int kSums = 4;
   float squares[kSums];
 #pragma unroll
-  for (int i = 0; i < N; ++i) squares[i % kSums] = i < kSums ? s[i] * s[i] : fmaf(s[i], s[i], squares[i % kSums]);
+  for (int i = 0; i < N; ++i)
+    squares[i % kSums] = i < kSums ? s[i] * s[i] : fmaf(s[i], s[i], squares[i % kSums]);
   bool small = true;
 #pragma unroll
   for (int i = 0; i < kSums; ++i) small &= squares[i] < shape.series_limit;  // false for NaN
@@ -111,8 +112,7 @@ class ScoreShape {
     const int last = work_.q_len - 1;
     const float distance[2] = {static_cast<float>(min(position_[0], last) - key),
                                static_cast<float>(min(position_[1], last) - key)};
-    const float slope =
-        __ldg(params_.features.alibi_slopes.row(work_.batch) + work_.head) * kLog2e;
+    const float slope = __ldg(params_.features.alibi_slopes.row(work_.batch) + work_.head) * kLog2e;
 #pragma unroll
     for (int i = 0; i < N; ++i)
       s[i] = fmaf(-slope, fabsf(distance[i / 2 % 2] - (8 * (i / 4) + i % 2)), s[i]);

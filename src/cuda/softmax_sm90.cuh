@@ -19,11 +19,11 @@ namespace flashattn {
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
 struct OnlineRows {
-  float ref[2];      // log2 units
-  float sum[2];      // this thread's share of the sum of p
-  float factor[2];   // what O has to be multiplied with before the next product is added
-  bool o_is_behind;  // some factor of the warp is not 1
-  bool use_maximum;  // the warp takes the row maximum for the rest of the tile
+  float ref[2];       // log2 units
+  float sum[2];       // this thread's share of the sum of p
+  float factor[2];    // what O has to be multiplied with before the next product is added
+  bool o_is_behind;   // some factor of the warp is not 1
+  bool use_maximum;   // the warp takes the row maximum for the rest of the tile
   bool wait_for_key;  // so it does as long as some of its rows has met no key; any mask only
 };
 
@@ -148,8 +148,7 @@ __device__ __forceinline__ void softmax_with_maximum(float (&s)[N], OnlineRows& 
 }
 
 __device__ __forceinline__ void note_rows_without_key(OnlineRows& rows) {
-  rows.wait_for_key =
-      __any_sync(kWholeWarp, rows.ref[0] == -INFINITY || rows.ref[1] == -INFINITY);
+  rows.wait_for_key = __any_sync(kWholeWarp, rows.ref[0] == -INFINITY || rows.ref[1] == -INFINITY);
 }
 
 // Up to here a thread's share of a block's row sums leaves P and all that is made of it in range.

@@ -53,7 +53,8 @@ __device__ inline int fetch_tile(const TileGrid& grid) {
 }
 
 // What the consumers need to know of a tile. The kernels that serve any mask learn of blocks one by
-// one (BlockFinder): there `blocks` says where the walk begins, and the two counts after it nothing.
+// one (BlockFinder): there `blocks` says where the walk begins, and the two counts after it
+// nothing.
 struct TileWork {
   int position;         // first query position; negative: no more tiles
   int blocks;           // key blocks [0, blocks), taken from last to first; 0: no row sees a key

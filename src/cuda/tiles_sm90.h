@@ -133,8 +133,7 @@ constexpr int prefill_tile_index_sm90(int head_dim, ScoreKind kind, int q_len) {
 constexpr ScoreKind score_kind_sm90(const PrefillParams& params) {
   const Scores& scores = params.scores;
   const Features& features = params.features;
-  if (scores.softcap != 0.0 || features.alibi_slopes)
-    return ScoreKind::kShaped;
+  if (scores.softcap != 0.0 || features.alibi_slopes) return ScoreKind::kShaped;
   const bool bounded_right = scores.window_right != kUnlimited;
   if (scores.window_left != kUnlimited || (bounded_right && scores.window_right != 0) ||
       features.mask.data || features.query_segments || features.sinks)
@@ -148,8 +147,8 @@ constexpr TileSm90 prefill_tile_sm90(const PrefillParams& params) {
 }
 
 // Query heads that share a tile's rows. Packing the heads of a group costs nothing on the device
-// (the tensor map does it), so it is used wherever it saves a tenth of the tiles: short queries. Not
-// where the heads differ in more than their sinks.
+// (the tensor map does it), so it is used wherever it saves a tenth of the tiles: short queries.
+// Not where the heads differ in more than their sinks.
 constexpr int packed_heads_sm90(const TileSm90& tile, const PrefillParams& params) {
   const Features& features = params.features;
   const int q_len = params.problem.q_len, group = params.problem.group();
