@@ -96,26 +96,37 @@ class ScoreShape {
   __device__ __forceinline__ void apply(float (&s)[N], int first_key) const {
     int features = scale_.features;
     opaque(features);  // else what is known of it occupies predicates throughout the main loop
-    if (features & kSoftCap) {
-      cap_scores(s, scale_);
-    } else {
+    if (features & kSoftCap) cap_scores(s, scale_);
+    const float factor = features & kSoftCap ? 1.0f : scale_.product;
+    if (features & kAlibi)
+      scale_and_add_alibi(s, factor, first_key);
+    else if (!(features & kSoftCap))
 #pragma unroll
-      for (int i = 0; i < N; ++i) s[i] *= scale_.product;
-    }
-    if (features & kAlibi) add_alibi(s, first_key);
+      for (int i = 0; i < N; ++i) s[i] *= factor;
   }
 
  private:
+  // Where all keys lie before their queries, which is most blocks of causal attention, the distance
+  // is linear: no absolute value, and the rows' part of it joins the factor.
   template <int N>
-  __device__ __forceinline__ void add_alibi(float (&s)[N], int first_key) const {
+  __device__ __forceinline__ void scale_and_add_alibi(float (&s)[N], float factor,
+                                                      int first_key) const {
     const int key = first_key + 2 * static_cast<int>(threadIdx.x % 4) - work_.shift;
     const int last = work_.q_len - 1;
     const float distance[2] = {static_cast<float>(min(position_[0], last) - key),
                                static_cast<float>(min(position_[1], last) - key)};
     const float slope = __ldg(params_.features.alibi_slopes.row(work_.batch) + work_.head) * kLog2e;
+    const auto column = [](int i) { return static_cast<float>(8 * (i / 4) + i % 2); };
+    if (__all_sync(kWholeWarp, fminf(distance[0], distance[1]) >= column(N - 1))) {
+      const float of_row[2] = {-slope * distance[0], -slope * distance[1]};
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      s[i] = fmaf(-slope, fabsf(distance[i / 2 % 2] - (8 * (i / 4) + i % 2)), s[i]);
+      for (int i = 0; i < N; ++i)
+        s[i] = fmaf(slope, column(i), fmaf(s[i], factor, of_row[i / 2 % 2]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        s[i] = fmaf(-slope, fabsf(distance[i / 2 % 2] - column(i)), s[i] * factor);
+    }
   }
 
   const PrefillParams& params_;
