@@ -1,13 +1,19 @@
-"""The building blocks of the Hopper kernels, one by one: TMA, its swizzle, wgmma, the barrier ring.
+"""The building blocks of the Hopper kernels, one by one: TMA, its swizzle, wgmma, the barrier ring;
+and the features of the Hopper forward at the edges of its tiles.
 
-They run on a Hopper GPU only, and take a second.
+They run on a Hopper GPU only.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import truth
+from calls import check_prefill, prefill, xla_prefill
+from cases import Case, make_inputs
+from check import check, check_lse, check_same
 
+import jax_flashattn
 from jax_flashattn import _ffi
 
 pytestmark = pytest.mark.gpu
@@ -86,3 +92,112 @@ def test_barrier_ring(tiles):
     device = jnp.asarray(x.reshape(-1, 64), jnp.bfloat16)
     _ffi.cuda().selftest_ring(address(device), address(total), tiles)
     np.testing.assert_array_equal(np.asarray(total), x.sum(0))
+
+
+# ---- features of the forward
+
+on_gpu = pytest.mark.parametrize("platform", ["gpu"], indirect=True)
+LONG = Case(batch=1, q_len=450, q_heads=2, kv_heads=1, head_dim=128, dtype="bfloat16")
+
+
+def check_sm90(platform, case):
+    """The call is the Hopper kernel's, and right."""
+    arrays = make_inputs(case)
+    operands = [arrays.pop(name) for name in ("query", "key", "value")]
+    explanation = jax_flashattn.explain("prefill", *operands, **arrays, **case.options())
+    assert explanation.kernel == "sm90", explanation
+    check_prefill(platform, case)
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 193, 257])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_window_edges(platform, size, causal, head_dim):
+    """Windows that begin and end at, before and after the edges of blocks."""
+    case = LONG.replace(head_dim=head_dim, causal=causal)
+    check_sm90(platform, case.replace(window=(size, 0 if causal else size)))
+    check_sm90(platform, case.replace(window=(None, 0) if causal else (None, size), sinks=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        dict(window=(200, 0)),
+        dict(sinks=True, kv_lengths=(400,), q_lengths=(333,)),
+        dict(segments=3),
+        dict(mask="B_TS"),
+        dict(mask="B__S", causal=False),
+        dict(softcap=30.0),
+        dict(softcap=1.0, window=(100, 20), causal=False),
+        dict(alibi=True),
+        dict(alibi=True, softcap=20.0, segments=4, mask="BNTS", sinks=True, window=(300, 0)),
+    ],
+    ids="-".join,
+)
+def test_features_in_every_kernel(platform, head_dim, dtype, features):
+    check_sm90(platform, LONG.replace(head_dim=head_dim, dtype=dtype, **features))
+
+
+@on_gpu
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("q_len,kv_len", [(70, 700), (700, 70), (129, 513)])
+@pytest.mark.parametrize("window", [(128, 0), (60, 130), (None, 64), (257, None)])
+def test_windows_across_lengths(platform, alignment, q_len, kv_len, window):
+    case = LONG.replace(q_len=q_len, kv_len=kv_len, alignment=alignment, causal=False)
+    check_sm90(platform, case.replace(batch=2, window=window, kv_lengths=(kv_len, kv_len // 3)))
+
+
+@on_gpu
+@pytest.mark.parametrize("heads", [(8, 2), (7, 1), (40, 5)])
+def test_window_and_sinks_of_packed_heads(platform, heads):
+    """Short queries: the heads of a group share a tile's rows, each with its own sink."""
+    q_heads, kv_heads = heads
+    case = LONG.replace(q_len=9, kv_len=300, q_heads=q_heads, kv_heads=kv_heads)
+    check_sm90(platform, case.replace(window=(140, 0), sinks=True))
+
+
+@on_gpu
+def test_blocks_without_a_visible_key_are_not_read(platform):
+    """More than 32 blocks, of which most hold NaN that nobody sees; segments in falling order."""
+    case = LONG.replace(q_len=5000, q_heads=1, causal=False)
+    arrays = make_inputs(case, poison=False)
+    ids = (5000 - np.arange(5000))[None] // 300
+    arrays["query_segment_ids"] = ids.astype(np.int32)
+    arrays["key_value_segment_ids"] = np.where(ids % 2 == 0, ids, -1).astype(np.int32)
+    hidden = ids[0] % 2 == 1
+    arrays["key"][:, hidden] = arrays["value"][:, hidden] = np.nan
+    out, lse = prefill(case, arrays)
+    true_out, true_lse = truth.attention(**arrays, causal=False)
+    assert np.isneginf(true_lse).any() and np.isfinite(true_lse).any()
+    check(out, true_out, xla_prefill(case, arrays))
+    check_lse(lse, true_lse)
+
+
+@on_gpu
+@pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
+@pytest.mark.parametrize("features", [dict(window=(300, 0)), dict(softcap=50.0), dict(segments=2)])
+def test_any_size_of_scores(platform, spread, features):
+    """Scores that outgrow the first block's, also where a row meets its first key late."""
+    case = LONG.replace(**features)
+    arrays = make_inputs(case)
+    arrays["key"] = (arrays["key"] * np.linspace(spread, 1, 450)[:, None, None]).astype(
+        arrays["key"].dtype
+    )
+    out, lse = prefill(case, arrays)
+    true_out, true_lse = truth.attention(**arrays, **case.options())
+    check(out, true_out, xla_prefill(case, arrays))
+    check_lse(lse, true_lse)
+
+
+@on_gpu
+def test_features_repeat_bit_by_bit(platform):
+    case = LONG.replace(batch=4, q_heads=8, window=(200, 0), softcap=30.0, sinks=True, segments=3)
+    arrays = make_inputs(case)
+    first = prefill(case, arrays)
+    for _ in range(20):
+        for a, b in zip(prefill(case, arrays), first, strict=True):
+            check_same(a, b)

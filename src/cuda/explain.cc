@@ -42,7 +42,7 @@ Explained explain_prefill(const PrefillParams& params, const Device& device) {
   if (choice.path == Choice::kNone) return {"", choice.reason, ""};
   if (choice.path == Choice::kSm90) {
     const TileSm90 tile = prefill_tile_sm90(params);
-    const int packed = packed_heads_sm90(tile, problem.q_len, problem.group());
+    const int packed = packed_heads_sm90(tile, params);
     std::string details = "tile " + number(tile.block_q()) + "x" + number(tile.block_kv) +
                           ", head dim " + number(tile.head_dim) + ", " + number(tile.warpgroups) +
                           " consumer warpgroups: " + tile.why;

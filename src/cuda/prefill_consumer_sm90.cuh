@@ -2,26 +2,36 @@
 #ifndef FLASHATTN_CUDA_PREFILL_CONSUMER_SM90_CUH_
 #define FLASHATTN_CUDA_PREFILL_CONSUMER_SM90_CUH_
 
+#include <type_traits>
+
 #include "prefill_layout_sm90.cuh"
+#include "score_mask_sm90.cuh"
+#include "score_shape_sm90.cuh"
 #include "softmax_sm90.cuh"
 
 namespace flashattn {
+
+// How raw products become logits: a factor in the softmax's exponent, or all that shapes scores.
+template <class Tile>
+using PrefillScale = std::conditional_t<Tile::kShaped, ShapeScale, float>;
 
 template <class T, class Tile>
 class PrefillConsumer {
  public:
   __device__ PrefillConsumer(const PrefillMaps& maps, const PrefillParams& params,
-                             const TileGrid& grid, float scale_log2, PrefillSmem<Tile> smem,
-                             PrefillShared<Tile>& shared, int warpgroup)
+                             const TileGrid& grid, const PrefillScale<Tile>& scale,
+                             PrefillSmem<Tile> smem, PrefillShared<Tile>& shared, int warpgroup)
       : maps_(maps),
         params_(params),
         grid_(grid),
-        scale_log2_(scale_log2),
+        scale_log2_(exponent_scale(scale)),
+        scale_(scale),
         smem_(smem),
         shared_(shared),
         warpgroup_(warpgroup) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) row_position_[half] = row(half) / grid.packed_heads;
+    for (int half = 0; half < 2; ++half)
+      if constexpr (!Tile::kAnyMask) row_position_[half] = row(half) / grid.packed_heads;
   }
 
   __device__ __forceinline__ void run() {
@@ -49,8 +59,18 @@ class PrefillConsumer {
   __device__ int warp() const { return thread() / 32; }
   __device__ int lane() const { return threadIdx.x % 32; }
 
+  static __device__ float exponent_scale(float scale_log2) { return scale_log2; }
+  static __device__ float exponent_scale(const ShapeScale&) { return 1.f; }
+
   // ---- a tile
   __device__ __forceinline__ void attend(const volatile TileWork& work) {
+    if constexpr (Tile::kAnyMask)
+      attend_to_found_blocks(work);
+    else
+      attend_to_range(work);
+  }
+
+  __device__ __forceinline__ void attend_to_range(const volatile TileWork& work) {
     const int unmasked = work.unmasked_blocks;
     int n = work.blocks - 1;
     first_block(work, n);
@@ -88,10 +108,37 @@ class PrefillConsumer {
       last_product(p_a_regs_);
   }
 
+  // The blocks come with what is to be done to them. Each step is closed before it is decided which
+  // one follows.
+  __device__ __forceinline__ void attend_to_found_blocks(const volatile TileWork& work) {
+    bool p_is_in_b = false;
+    first_block(work, 0);
+#pragma unroll 1
+    while (!was_last_) {
+      step_to_found_block(p_a_regs_, kDoubleP ? p_b_regs_ : p_a_regs_);
+      if constexpr (kDoubleP) {
+        p_is_in_b = was_last_;
+        if (p_is_in_b) break;
+        step_to_found_block(p_b_regs_, p_a_regs_);
+      }
+    }
+    if (kDoubleP && p_is_in_b)
+      last_product(p_b_regs_);
+    else
+      last_product(p_a_regs_);
+  }
+  __device__ __forceinline__ void step_to_found_block(PRegs& p_in, PRegs& p_out) {
+    if (next_.masked())
+      step<true>(next_.block(), p_in, p_out);
+    else
+      step<false>(next_.block(), p_in, p_out);
+  }
+
   __device__ __forceinline__ void attend_to_nothing() {
     release_previous_q();
     clear_o();
     rows_.sum[0] = rows_.sum[1] = 0.f;
+    if constexpr (Tile::kAnyMask) rows_.ref[0] = rows_.ref[1] = -INFINITY;
   }
   __device__ __forceinline__ void clear_o() {
 #pragma unroll
@@ -99,9 +146,13 @@ class PrefillConsumer {
   }
 
   __device__ __forceinline__ void first_block(const volatile TileWork& work, int n) {
-    set_row_limits(work);
+    if constexpr (!Tile::kAnyMask) set_row_limits(work);
     q_low_ = descriptor_low_k_major(smem_.q(q_stage_, warpgroup_));
     wait_k(block_);
+    if constexpr (Tile::kAnyMask) {
+      next_ = shared_.k_block[ring_stage(block_)];
+      n = next_.block();
+    }
     release_previous_q();
     uint32_t k_low = k_descriptor(block_);
     opaque(k_low);
@@ -112,10 +163,17 @@ class PrefillConsumer {
     clear_o();
     wgmma_wait<0>();
     release_k(block_);
-    const VisibleColumns visible = visible_columns(n);
-    if (n >= work.unmasked_blocks) mask_columns<Tile::kCausal>(s_regs_, visible);
-    softmax_first<Tile::kCausal>(s_regs_, rows_, scale_log2_, visible);
-    if (n > 0) wait_k(block_ + 1);
+    if constexpr (Tile::kAnyMask) {
+      shape_scores(n);
+      if (next_.masked()) hide_keys(n);
+      softmax_first<false>(s_regs_, rows_, scale_log2_, {});
+      note_rows_without_key(rows_);
+    } else {
+      const VisibleColumns visible = visible_columns(n);
+      if (n >= work.unmasked_blocks) mask_columns<Tile::kCausal>(s_regs_, visible);
+      softmax_first<Tile::kCausal>(s_regs_, rows_, scale_log2_, visible);
+    }
+    wait_next_k(n, block_ + 1);
     convert_p<T>(s_regs_, p_a_regs_);
   }
 
@@ -139,18 +197,24 @@ class PrefillConsumer {
     pass_turn();
     wgmma_wait<1>();
     if constexpr (kMaxFree) {
-      softmax_max_free<T, kDoubleP>(s_regs_, rows_, scale_log2_, p_out,
-                                    [&](float (&s)[kSRegs]) { recompute_s(s, block_ + 1); });
+      shape_scores(n);
+      softmax_max_free<T, kDoubleP, Tile::kAnyMask>(s_regs_, rows_, scale_log2_, p_out,
+                                                    [&](float (&s)[kSRegs]) {
+                                                      recompute_s(s, block_ + 1);
+                                                      shape_scores(n);
+                                                    });
       release_k(block_ + 1);
     } else {
       release_k(block_ + 1);
-      if constexpr (Masked) mask_columns<false>(s_regs_, visible_columns(n));
+      shape_scores(n);
+      if constexpr (Masked) hide_keys(n);
       softmax_with_maximum<Masked>(s_regs_, rows_, scale_log2_);
+      if constexpr (Tile::kAnyMask) note_rows_without_key(rows_);
       if constexpr (kDoubleP) convert_p<T>(s_regs_, p_out);
     }
     // The next step needs this wait anyway. Here its branch keeps the exponentials ahead of the
     // wait for the second product, which ptxas would otherwise hoist above them.
-    if (n > 0) wait_k(block_ + 2);
+    wait_next_k(n, block_ + 2);
     wgmma_wait<0>();
     release_v(block_);
     if constexpr (!kDoubleP) convert_p<T>(s_regs_, p_out);
@@ -228,20 +292,50 @@ class PrefillConsumer {
   // ---- rows and masks
   // This thread's two rows of the warpgroup's 64. Packed heads are the faster index of a row.
   __device__ int row(int half) const { return warp() * 16 + lane() / 4 + half * 8; }
+  // Worked out anew where the registers are for other things.
+  __device__ __forceinline__ int row_position(int half) const {
+    if constexpr (!Tile::kAnyMask) return row_position_[half];
+    int own_row = row(half);
+    opaque(own_row);
+    return own_row / grid_.packed_heads;
+  }
   __device__ int packed_head(int half) const {
-    return row(half) - row_position_[half] * grid_.packed_heads;
+    return row(half) - row_position(half) * grid_.packed_heads;
+  }
+  __device__ int query_head(int head, int half) const {
+    return head * grid_.packed_heads + packed_head(half);
   }
   // False for the rows that are left over where the packed heads do not divide 64.
-  __device__ bool is_row(int half) const { return row_position_[half] < grid_.warpgroup_positions; }
+  __device__ bool is_row(int half) const { return row_position(half) < grid_.warpgroup_positions; }
   __device__ int first_position(const volatile TileWork& work) const {
     return work.position + warpgroup_ * grid_.warpgroup_positions;
   }
 
+  // Made anew for each use: what few steps need is not to occupy registers in all of them.
+  __device__ __forceinline__ RowMasks row_masks() const {
+    const volatile TileWork& work = shared_.work[q_stage_];
+    const int first = first_position(work);
+    return {params_, work, first + row_position(0), first + row_position(1)};
+  }
+  __device__ __forceinline__ void shape_scores(int n) {
+    if constexpr (Tile::kShaped) {
+      const volatile TileWork& work = shared_.work[q_stage_];
+      const int first = first_position(work);
+      ScoreShape(params_, scale_, work, first + row_position(0), first + row_position(1))
+          .apply(s_regs_, n * Tile::kBlockKv);
+    }
+  }
+  __device__ __forceinline__ void hide_keys(int n) {
+    if constexpr (Tile::kAnyMask)
+      row_masks().hide(s_regs_, n * Tile::kBlockKv);
+    else
+      mask_columns<false>(s_regs_, visible_columns(n));
+  }
   __device__ __forceinline__ void set_row_limits(const volatile TileWork& work) {
     const int last_key = work.kv_len - 1, diagonal = first_position(work) + work.shift;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      last_key_[half] = Tile::kCausal ? min(diagonal + row_position_[half], last_key) : last_key;
+      last_key_[half] = Tile::kCausal ? min(diagonal + row_position(half), last_key) : last_key;
   }
   __device__ __forceinline__ VisibleColumns visible_columns(int n) const {
     const int first = n * Tile::kBlockKv, own_column = lane() % 4 * 2;
@@ -256,6 +350,17 @@ class PrefillConsumer {
   }
   __device__ __forceinline__ void wait_v(uint32_t i) {
     mbarrier_wait(shared_address(&shared_.barriers.v_full[ring_stage(i)]), ring_parity(i));
+  }
+  // Ahead of the step that needs it; with a block to come, after block n.
+  __device__ __forceinline__ void wait_next_k(int n, uint32_t i) {
+    if constexpr (Tile::kAnyMask) {
+      was_last_ = next_.last();
+      if (was_last_) return;
+      wait_k(i);
+      next_ = shared_.k_block[ring_stage(i)];
+    } else {
+      if (n > 0) wait_k(i);
+    }
   }
   // K by every warp, since a warp may read it again (recompute_s); V by the warpgroup.
   __device__ __forceinline__ void release_k(uint32_t i) {
@@ -276,20 +381,24 @@ class PrefillConsumer {
   __device__ __forceinline__ void finish_tile(const volatile TileWork& work) {
     const int batch = work.batch, head = work.head, q_len = work.q_len;
     const int first = first_position(work);
+    // Early where it is the longer way: less is in registers then.
+    if (Tile::kAnyMask && shared_.v_not_finite[q_stage_]) see_not_finite(work);
     float inverse[2];
     bool empty[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      float weight = 1.f;
+      if constexpr (Tile::kAnyMask) weight = add_sink(half, batch, query_head(head, half));
       const float sum = quad_sum(rows_.sum[half]);
-      const int position = first + row_position_[half];
+      const int position = first + row_position(half);
       empty[half] = position >= q_len || sum == 0.f || !is_row(half);
-      inverse[half] = rcp_approx(sum);
+      inverse[half] = weight * rcp_approx(sum);
       if (lane() % 4 == 0 && position < params_.problem.q_len && is_row(half))
-        store_lse(batch, position, head * grid_.packed_heads + packed_head(half),
+        store_lse(batch, position, query_head(head, half),
                   empty[half] ? -INFINITY : (rows_.ref[half] + log2_approx(sum)) * kLn2);
     }
     const uint32_t q_smem = smem_.q(q_stage_, warpgroup_);
-    if (shared_.v_not_finite[q_stage_]) see_not_finite(work);
+    if (!Tile::kAnyMask && shared_.v_not_finite[q_stage_]) see_not_finite(work);
 #pragma unroll
     for (int i = 0; i < Tile::kHeadDim / 2; ++i) o_regs_[i] *= inverse[i / 2 % 2];
     if (__any_sync(kWholeWarp, empty[0] || empty[1])) {  // multiplied, they may be NaN
@@ -316,21 +425,58 @@ class PrefillConsumer {
     if constexpr (Tile::kQStages == 1) release_previous_q();
   }
 
+  // A sink is one more logit, without a value. It joins the row's sum, under the greater reference
+  // of the two; returns what O has to be multiplied with to follow.
+  __device__ __forceinline__ float add_sink(int half, int batch, int query_head) {
+    const Table<const float>& sinks = params_.features.sinks;
+    if (!sinks || !is_row(half)) return 1.f;
+    const float sink = __ldg(sinks.row(batch) + query_head) * kLog2e;
+    const float top = fmaxf(rows_.ref[half], sink);
+    if (top == -INFINITY) return 1.f;
+    const float weight = exp2_approx(rows_.ref[half] - top);
+    const float own_share = lane() % 4 == 0 ? exp2_approx(sink - top) : 0.f;
+    rows_.sum[half] = fmaf(rows_.sum[half], weight, own_share);
+    rows_.ref[half] = top;
+    return weight;
+  }
+
   // Adds the values that the inspector took out to the rows that see them. Rare, so from memory.
+  // Values of other blocks in the range are in the product already, and add nothing new.
   __device__ __forceinline__ void see_not_finite(const volatile TileWork& work) {
     const T* v = static_cast<const T*>(params_.v.data) +
                  params_.v.offset(work.v_batch, 0, work.kv_head) + lane() % 4 * 2;
-    const int first_key = work.first_inspected * Tile::kBlockKv;
-    const int last_key = max(last_key_[0], last_key_[1]);
+    const KeyRange keys = inspected_keys(work);
 #pragma unroll 1
-    for (int key = first_key; key <= last_key; ++key)
-#pragma unroll
-      for (int i = 0; i < Tile::kHeadDim / 2; ++i) {
-        const int column = i / 4 * 8 + i % 2;
-        if (column + lane() % 4 * 2 >= params_.problem.head_dim) continue;
-        const float value = static_cast<float>(v[key * params_.v.seq + column]);
-        if (!isfinite(value) && key <= last_key_[i / 2 % 2]) o_regs_[i] += value;
+    for (int key = keys.begin; key <= keys.end - 1; ++key) {
+      if constexpr (Tile::kAnyMask) {
+        const RowMasks masks = row_masks();
+        see_value(v + key * params_.v.seq, masks.sees(0, key), masks.sees(1, key));
+      } else {
+        see_value(v + key * params_.v.seq, key <= last_key_[0], key <= last_key_[1]);
       }
+    }
+  }
+  __device__ __forceinline__ void see_value(const T* v, bool seen0, bool seen1) {
+    if (Tile::kAnyMask && !__any_sync(kWholeWarp, seen0 || seen1)) return;
+    int head_dim = params_.problem.head_dim;
+    if constexpr (Tile::kAnyMask) opaque(head_dim);  // else predicates are kept for all columns
+#pragma unroll
+    for (int i = 0; i < Tile::kHeadDim / 2; ++i) {
+      const int column = i / 4 * 8 + i % 2;
+      // A branch, without which the compiler loads everything at once and spills for it.
+      if (Tile::kAnyMask && i % 16 == 0 && column >= head_dim) break;
+      if (column + lane() % 4 * 2 >= head_dim) continue;
+      const float value = static_cast<float>(v[column]);
+      if (!isfinite(value) && (i / 2 % 2 == 0 ? seen0 : seen1)) o_regs_[i] += value;
+    }
+  }
+  __device__ __forceinline__ KeyRange inspected_keys(const volatile TileWork& work) const {
+    if constexpr (Tile::kAnyMask) {
+      return {shared_.first_not_finite[q_stage_] * Tile::kBlockKv,
+              min(shared_.end_not_finite[q_stage_] * Tile::kBlockKv, work.kv_len)};
+    } else {
+      return {work.first_inspected * Tile::kBlockKv, max(last_key_[0], last_key_[1]) + 1};
+    }
   }
 
   __device__ __forceinline__ void store_lse(int batch, int position, int head, float value) {
@@ -359,7 +505,8 @@ class PrefillConsumer {
   const PrefillMaps& maps_;
   const PrefillParams& params_;
   const TileGrid& grid_;
-  const float scale_log2_;
+  const float scale_log2_;  // of the softmax's exponent
+  const PrefillScale<Tile>& scale_;
   const PrefillSmem<Tile> smem_;
   PrefillShared<Tile>& shared_;
   const int warpgroup_;
@@ -368,7 +515,9 @@ class PrefillConsumer {
   uint32_t p_a_regs_[kPRegs], p_b_regs_[kPRegs];
   OnlineRows rows_;
   int row_position_[2];  // of each of this thread's rows, from the warpgroup's first position
-  int last_key_[2];      // that each row sees
+  int last_key_[2];      // that each row sees, where that is all there is to know
+  FoundBlock next_;      // of the step to come, and whether the one before was the tile's last; any
+  bool was_last_;        // mask only
   uint32_t q_low_ = 0;
   uint32_t block_ = 0;  // K/V blocks so far, through all tiles
   int q_stage_ = 0;

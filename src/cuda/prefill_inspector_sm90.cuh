@@ -58,12 +58,17 @@ class PrefillInspector {
       mbarrier_wait(shared_address(&shared_.barriers.q_full[q_stage][0]), q_parity);
       const volatile TileWork& work = shared_.work[q_stage];
       if (work.position < 0) return;
-      const uint32_t next_tile = block + work.blocks;
+      if constexpr (Tile::kAnyMask) {
+        if (work.blocks > 0) follow_tile(block, work.kv_len, q_stage);
+        named_barrier_sync(kInspectors, kThreads);  // for all to have read `work`
+      } else {
+        const uint32_t next_tile = block + work.blocks;
 #pragma unroll 1
-      for (int n = work.blocks - 1; n >= work.first_inspected; --n)
-        inspect(ring_stage(block++), work.kv_len - n * Tile::kBlockKv,
-                &shared_.v_not_finite[q_stage]);
-      block = next_tile;
+        for (int n = work.blocks - 1; n >= work.first_inspected; --n)
+          inspect(ring_stage(block++), work.kv_len - n * Tile::kBlockKv,
+                  &shared_.v_not_finite[q_stage]);
+        block = next_tile;
+      }
       if (thread() == 0) mbarrier_arrive(shared_address(&shared_.barriers.q_empty[q_stage]));
       if (++q_stage == Tile::kQStages) {
         q_stage = 0;
@@ -77,15 +82,44 @@ class PrefillInspector {
 
   __device__ int thread() const { return threadIdx.x - 32; }
 
+  // Through all blocks of a tile, since only with each comes whether it is masked.
+  __device__ __forceinline__ void follow_tile(uint32_t& block, int kv_len, int q_stage) {
+    FoundBlock found;
+    do {
+      const uint32_t stage = ring_stage(block++);
+      wait_raw(stage);
+      found = shared_.v_block[stage];
+      if (found.masked()) {
+        bool not_finite = false;
+        clean(smem_.v(stage), kv_len - found.block() * Tile::kBlockKv, &not_finite);
+        if (not_finite) {
+          shared_.v_not_finite[q_stage] = true;
+          atomicMin(&shared_.first_not_finite[q_stage], found.block());
+          atomicMax(&shared_.end_not_finite[q_stage], found.block() + 1);
+        }
+      }
+      pass_on(stage);
+    } while (!found.last());
+  }
+
   __device__ __forceinline__ void inspect(uint32_t stage, int rows, bool* v_not_finite) {
+    wait_raw(stage);
+    clean(smem_.v(stage), rows, v_not_finite);
+    pass_on(stage);
+  }
+  __device__ __forceinline__ void wait_raw(uint32_t stage) {
     mbarrier_wait(shared_address(&shared_.barriers.v_raw[stage]), raw_parity_ >> stage & 1);
     raw_parity_ ^= 1u << stage;
-    const uint32_t v_smem = smem_.v(stage);
+  }
+  // `rows` of the block are keys of the sequence.
+  __device__ __forceinline__ void clean(uint32_t v_smem, int rows, bool* v_not_finite) {
     if (rows < Tile::kBlockKv) clear_rows_from(v_smem, rows);
     if (own_share_has_not_finite(v_smem)) {
       *v_not_finite = true;
       clear_not_finite(v_smem);
     }
+  }
+  __device__ __forceinline__ void pass_on(uint32_t stage) {
     fence_async_proxy();
     __syncwarp();
     named_barrier_sync(kInspectors, kThreads);

@@ -2,6 +2,7 @@
 #ifndef FLASHATTN_CUDA_PREFILL_LAYOUT_SM90_CUH_
 #define FLASHATTN_CUDA_PREFILL_LAYOUT_SM90_CUH_
 
+#include "block_finder_sm90.cuh"
 #include "ptx_sm90.cuh"
 #include "tile_scheduler.cuh"
 #include "tiles_sm90.h"
@@ -13,7 +14,9 @@ namespace flashattn {
 template <int TileIndex>
 struct PrefillTile {
   static constexpr TileSm90 kTile = kPrefillTilesSm90[TileIndex];
-  static constexpr bool kCausal = kTile.mask == MaskKind::kCausal;
+  static constexpr bool kCausal = kTile.kind == ScoreKind::kCausal;
+  static constexpr bool kShaped = kTile.kind == ScoreKind::kShaped;
+  static constexpr bool kAnyMask = kTile.finds_blocks();
   static constexpr int kHeadDim = kTile.head_dim, kBlockKv = kTile.block_kv;
   static constexpr int kWarpgroups = kTile.warpgroups, kQStages = kTile.q_stages;
   static constexpr int kChunks = kTile.chunks();
@@ -40,8 +43,19 @@ struct PrefillBarriers {
   uint64_t counter_claimed;
 };
 
+// Kernels that serve any mask say with each block which one it is.
+template <class Tile, bool AnyMask = Tile::kAnyMask>
+struct PrefillBlocksShared {};
 template <class Tile>
-struct PrefillShared {
+struct PrefillBlocksShared<Tile, true> {
+  TileWork next_work;                                 // the producer's
+  FoundBlock k_block[kKvStages], v_block[kKvStages];  // published with the tile, freed with it
+  // The blocks, from the first to the last, from which the inspector took something.
+  int first_not_finite[Tile::kQStages], end_not_finite[Tile::kQStages];
+};
+
+template <class Tile>
+struct PrefillShared : PrefillBlocksShared<Tile> {
   PrefillBarriers<Tile> barriers;
   // Belong to the Q buffer: published by q_full, freed by q_empty.
   TileWork work[Tile::kQStages];

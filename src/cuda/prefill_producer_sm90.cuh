@@ -1,20 +1,47 @@
-// The thread that loads: Q, K and V of one tile after the other.
+// The thread that loads: Q, K and V of one tile after the other. Where any mask may apply, its warp
+// helps it to find the blocks of keys.
 #ifndef FLASHATTN_CUDA_PREFILL_PRODUCER_SM90_CUH_
 #define FLASHATTN_CUDA_PREFILL_PRODUCER_SM90_CUH_
+
+#include <climits>
+#include <type_traits>
 
 #include "prefill_layout_sm90.cuh"
 
 namespace flashattn {
 
+struct NoFinder {
+  __device__ explicit NoFinder(const PrefillParams&) {}
+};
+
 template <class Tile>
 class PrefillProducer {
  public:
+  // The first threads of the block, which all call run().
+  static constexpr int kThreads = Tile::kAnyMask ? 32 : 1;
+
   __device__ PrefillProducer(const PrefillMaps& maps, const PrefillParams& params,
                              const TileGrid& grid, PrefillSmem<Tile> smem,
                              PrefillShared<Tile>& shared)
-      : maps_(maps), params_(params), grid_(grid), smem_(smem), shared_(shared) {}
+      : maps_(maps), params_(params), grid_(grid), smem_(smem), shared_(shared), finder_(params) {}
 
   __device__ __forceinline__ void run() {
+    if constexpr (Tile::kAnyMask)
+      load_found_blocks();
+    else
+      load_ranges();
+  }
+
+ private:
+  using Finder = std::conditional_t<Tile::kAnyMask, BlockFinder<Tile::kBlockKv>, NoFinder>;
+
+  __device__ static bool is_loader() { return kThreads == 1 || threadIdx.x == 0; }
+
+  __device__ uint32_t q_full(int warpgroup) const {
+    return shared_address(&shared_.barriers.q_full[q_stage_][warpgroup]);
+  }
+
+  __device__ __forceinline__ void load_ranges() {
     int tile = blockIdx.x;
     TileWork work = work_of(tile);
     while (work.position >= 0) {
@@ -26,20 +53,66 @@ class PrefillProducer {
       next_q_buffer();
     }
     publish(work);
-#pragma unroll
-    for (int w = 0; w < Tile::kWarpgroups; ++w) mbarrier_arrive(q_full(w));
+    publish_without_q();
   }
 
- private:
-  __device__ uint32_t q_full(int warpgroup) const {
-    return shared_address(&shared_.barriers.q_full[q_stage_][warpgroup]);
+  // The same where blocks are found one by one: a single loop over all blocks of all tiles, so that
+  // the search is in the code only once. It runs one block ahead, for each block is published with
+  // whether it is the tile's last. The work of the tile to come waits in shared memory.
+  __device__ __forceinline__ void load_found_blocks() {
+    int tile = blockIdx.x;
+    bool begins = true;
+    FoundBlock waiting = FoundBlock::none(), block = FoundBlock::none();  // for V; for K
+    // One before the first.
+    q_stage_ = Tile::kQStages - 1;
+    q_parity_ = 1;
+    while (true) {
+      if (begins) begin_tile(tile);
+      const FoundBlock found = finder_.next();
+      if (begins) {
+        if (waiting.exists()) load_v(shared_.work[q_stage_], block_ - 1, waiting);
+        next_q_buffer();
+        if (tile >= grid_.tiles) break;
+        if (is_loader()) shared_.next_work.blocks = found.block() + 1;
+        waiting = FoundBlock::none();
+        if (!found.exists()) {
+          publish(shared_.next_work);
+          publish_without_q();
+        }
+      } else {
+        load_k(shared_.next_work, block_++, block.as_last(!found.exists()));
+        if (waiting.exists()) {
+          load_v(shared_.work[q_stage_], block_ - 2, waiting);
+        } else {
+          publish(shared_.next_work);
+#pragma unroll 1
+          for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(shared_.work[q_stage_], w);
+        }
+        waiting = block.as_last(!found.exists());
+      }
+      block = found;
+      begins = !found.exists();
+      if (begins) tile = next_tile(tile);
+    }
+    publish(shared_.next_work);
+    publish_without_q();
   }
 
   // The arrival on q_full, which follows, makes it visible.
   __device__ __forceinline__ void publish(const TileWork& work) {
+    if (!is_loader()) return;
     mbarrier_wait(shared_address(&shared_.barriers.q_empty[q_stage_]), q_parity_ ^ 1);
     shared_.work[q_stage_] = work;
     shared_.v_not_finite[q_stage_] = false;
+    if constexpr (Tile::kAnyMask) {
+      shared_.first_not_finite[q_stage_] = INT_MAX;
+      shared_.end_not_finite[q_stage_] = 0;
+    }
+  }
+  __device__ __forceinline__ void publish_without_q() {
+    if (!is_loader()) return;
+#pragma unroll
+    for (int w = 0; w < Tile::kWarpgroups; ++w) mbarrier_arrive(q_full(w));
   }
 
   __device__ __forceinline__ void next_q_buffer() {
@@ -54,6 +127,20 @@ class PrefillProducer {
     TileWork stop = {};
     stop.position = -1;
     return stop;
+  }
+  __device__ __forceinline__ void begin_tile(int tile) {
+    if (tile >= grid_.tiles) {
+      if (is_loader()) shared_.next_work.position = -1;
+      return finder_.stop();
+    }
+    // A window without an end leaves the most keys to the first rows, any other to the last.
+    int left = params_.scores.window_left, right = params_.scores.window_right;
+    opaque(left);  // else what is known of them is kept, and spills
+    opaque(right);
+    const bool last_first = left == kUnlimited || right != kUnlimited;
+    const TileWork work = place_tile(params_, grid_, tile, last_first);
+    if (is_loader()) shared_.next_work = work;
+    finder_.start(work, grid_.block_positions);
   }
 
   // Loads all of a tile but its first K, and returns the work that follows. V runs one block behind
@@ -70,8 +157,7 @@ class PrefillProducer {
         load_v(work, block_, n);
       }
     } else {
-#pragma unroll
-      for (int w = 0; w < Tile::kWarpgroups; ++w) mbarrier_arrive(q_full(w));
+      publish_without_q();
     }
     // What comes next is worked out while the last V waits for its buffer: its divisions take as
     // long as the softmax of half a block, and nobody waits for them here.
@@ -80,14 +166,18 @@ class PrefillProducer {
     if (n >= 0) load_v(work, block_++, 0);
     return next;
   }
-
   __device__ __forceinline__ int next_tile(int tile) {
     if (grid_.counter == nullptr) return tile + static_cast<int>(gridDim.x);
+    if constexpr (kThreads == 1) return fetch_next_tile();
+    return __shfl_sync(~0u, is_loader() ? fetch_next_tile() : 0, 0);
+  }
+  __device__ __forceinline__ int fetch_next_tile() const {
     mbarrier_wait(shared_address(&shared_.barriers.counter_claimed), 0);
     return fetch_tile(grid_);
   }
 
   __device__ __forceinline__ void load_q(const TileWork& work, int warpgroup) {
+    if (!is_loader()) return;
     const int positions = grid_.warpgroup_positions;
     const uint32_t barrier = q_full(warpgroup), q_smem = smem_.q(q_stage_, warpgroup);
     mbarrier_expect_tx(barrier, positions * grid_.packed_heads * 128 * Tile::kChunks);
@@ -111,6 +201,24 @@ class PrefillProducer {
                                         : &shared_.barriers.v_full[stage]),
                smem_.v(stage), block, work.kv_head, work.v_batch);
   }
+  // With what the others have to know of the block. The inspector follows the blocks that are found
+  // one by one, and lets pass what it need not see.
+  __device__ __forceinline__ void load_k(const TileWork& work, uint32_t i, FoundBlock block) {
+    if (!is_loader()) return;
+    const uint32_t stage = ring_stage(i);
+    mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity(i) ^ 1);
+    shared_.k_block[stage] = block;
+    load_block(&maps_.k, shared_address(&shared_.barriers.k_full[stage]), smem_.k(stage),
+               block.block(), work.kv_head, work.k_batch);
+  }
+  __device__ __forceinline__ void load_v(const TileWork& work, uint32_t i, FoundBlock block) {
+    if (!is_loader()) return;
+    const uint32_t stage = ring_stage(i);
+    mbarrier_wait(shared_address(&shared_.barriers.v_empty[stage]), ring_parity(i) ^ 1);
+    shared_.v_block[stage] = block;
+    load_block(&maps_.v, shared_address(&shared_.barriers.v_raw[stage]), smem_.v(stage),
+               block.block(), work.kv_head, work.v_batch);
+  }
   __device__ __forceinline__ void load_block(const CUtensorMap* map, uint32_t barrier,
                                              uint32_t tile_smem, int block, int head, int batch) {
     mbarrier_expect_tx(barrier, Tile::kKvBytes);
@@ -128,6 +236,7 @@ class PrefillProducer {
   int q_stage_ = 0;
   uint32_t q_parity_ = 0;
   uint32_t block_ = 0;  // K/V blocks so far, through all tiles
+  Finder finder_;
 };
 
 }  // namespace flashattn

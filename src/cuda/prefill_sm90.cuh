@@ -55,7 +55,8 @@ template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kTile.threads(), 1)
     prefill_sm90_kernel(const __grid_constant__ PrefillMaps maps,
                         const __grid_constant__ PrefillParams params,
-                        const __grid_constant__ TileGrid grid, float scale_log2) {
+                        const __grid_constant__ TileGrid grid,
+                        const __grid_constant__ PrefillScale<Tile> scale) {
   extern __shared__ __align__(1024) char tiles[];
   __shared__ PrefillShared<Tile> shared;
   const PrefillSmem<Tile> smem{(shared_address(tiles) + 1023) & ~1023u};
@@ -66,7 +67,8 @@ __global__ void __launch_bounds__(Tile::kTile.threads(), 1)
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<Tile::kTile.producer_registers()>();
-    if (threadIdx.x == 0) PrefillProducer<Tile>(maps, params, grid, smem, shared).run();
+    if (threadIdx.x < PrefillProducer<Tile>::kThreads)
+      PrefillProducer<Tile>(maps, params, grid, smem, shared).run();
     if (threadIdx.x == 32 && grid.counter != nullptr) {
       claim_counter(grid);
       mbarrier_arrive(shared_address(&shared.barriers.counter_claimed));
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(Tile::kTile.threads(), 1)
     if (threadIdx.x >= 32 && grid.inspect) PrefillInspector<T, Tile>(smem, shared).run();
   } else {
     registers_claim<Tile::kTile.consumer_registers()>();
-    PrefillConsumer<T, Tile>(maps, params, grid, scale_log2, smem, shared, warpgroup - 1).run();
+    PrefillConsumer<T, Tile>(maps, params, grid, scale, smem, shared, warpgroup - 1).run();
   }
 }
 
@@ -84,15 +86,15 @@ inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, 
   const Problem& problem = params.problem;
   // Equal tiles need no counter and no order; K and V of 16 heads fit L2 while causal tiles shrink.
   const bool equal_tiles =
-      tile.mask == MaskKind::kFull && !params.query_lengths && !params.key_lengths;
+      tile.kind == ScoreKind::kFull && !params.query_lengths && !params.key_lengths;
   TileGrid grid = {};
-  grid.packed_heads = packed_heads_sm90(tile, problem.q_len, problem.group());
+  grid.packed_heads = packed_heads_sm90(tile, params);
   grid.warpgroup_positions = kWarpgroupRows / grid.packed_heads;
   grid.block_positions = tile.warpgroups * grid.warpgroup_positions;
   grid.q_blocks = (problem.q_len - 1) / grid.block_positions + 1;
   grid.heads = problem.q_heads / grid.packed_heads;
   grid.heads_per_kv_head = problem.group() / grid.packed_heads;
-  grid.inspect = tile.mask == MaskKind::kCausal || params.key_lengths;
+  grid.inspect = tile.kind != ScoreKind::kFull || params.key_lengths;
   grid.heads_per_section = equal_tiles ? 1 : 16;
   grid.tiles = grid.q_blocks * problem.batch * grid.heads;
   if (!equal_tiles && grid.tiles > blocks && grid.tiles < 1 << kCounterBits) {
@@ -137,6 +139,15 @@ inline Status encode_prefill_maps(PrefillMaps* maps, const PrefillParams& params
   return encode_tensor_map_packed(&maps->o, rows(params.o), grid.packed_heads);
 }
 
+template <class Tile>
+PrefillScale<Tile> prefill_scale(const PrefillParams& params) {
+  if constexpr (Tile::kShaped)
+    return make_shape_scale(params);
+  else  // A scale of 0 would turn the -inf of masked scores into NaN; FLT_MIN gives the same
+        // softmax.
+    return std::max(static_cast<float>(params.scores.scale) * kLog2e, FLT_MIN);
+}
+
 template <class T, int TileIndex>
 Status launch_prefill_tile_sm90(const PrefillParams& params, const Device& device,
                                 cudaStream_t stream) {
@@ -145,10 +156,9 @@ Status launch_prefill_tile_sm90(const PrefillParams& params, const Device& devic
   PrefillMaps maps;
   if (Status status = encode_prefill_maps(&maps, params, grid, Tile::kBlockKv); !status.ok())
     return {"prefill_sm90: " + status.message};
-  // A scale of 0 would turn the -inf of masked scores into NaN; this one gives the same softmax.
-  float scale_log2 = std::max(static_cast<float>(params.scores.scale) * kLog2e, FLT_MIN);
+  PrefillScale<Tile> scale = prefill_scale<Tile>(params);
   PrefillParams kernel_params = params;
-  void* args[] = {&maps, &kernel_params, &grid, &scale_log2};
+  void* args[] = {&maps, &kernel_params, &grid, &scale};
   const Launch what = {"prefill_sm90", reinterpret_cast<const void*>(&prefill_sm90_kernel<T, Tile>),
                        dim3(std::min(grid.tiles, device.sm_count)), Tile::kTile.threads(),
                        Tile::kTile.shared_memory()};
@@ -173,7 +183,7 @@ Status launch_prefill_chosen_sm90(int chosen, const PrefillParams& params, const
 template <class T, int HeadDim>
 Status launch_prefill_sm90(const PrefillParams& params, const Device& device, cudaStream_t stream) {
   const int chosen =
-      prefill_tile_index_sm90(HeadDim, mask_kind(params.scores), params.problem.q_len);
+      prefill_tile_index_sm90(HeadDim, score_kind_sm90(params), params.problem.q_len);
   return launch_prefill_chosen_sm90<T, HeadDim>(chosen, params, device, stream);
 }
 

@@ -19,11 +19,12 @@ namespace flashattn {
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
 struct OnlineRows {
-  float ref[2];      // log2 units
-  float sum[2];      // this thread's share of the sum of p
-  float factor[2];   // what O has to be multiplied with before the next product is added
-  bool o_is_behind;  // some factor of the warp is not 1
-  bool use_maximum;  // the warp takes the row maximum for the rest of the tile
+  float ref[2];       // log2 units
+  float sum[2];       // this thread's share of the sum of p
+  float factor[2];    // what O has to be multiplied with before the next product is added
+  bool o_is_behind;   // some factor of the warp is not 1
+  bool use_maximum;   // the warp takes the row maximum for the rest of the tile
+  bool wait_for_key;  // so it does as long as some of its rows has met no key; any mask only
 };
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -146,6 +147,10 @@ __device__ __forceinline__ void softmax_with_maximum(float (&s)[N], OnlineRows& 
   rows.sum[1] += sum.y;
 }
 
+__device__ __forceinline__ void note_rows_without_key(OnlineRows& rows) {
+  rows.wait_for_key = __any_sync(kWholeWarp, rows.ref[0] == -INFINITY || rows.ref[1] == -INFINITY);
+}
+
 // Up to here a thread's share of a block's row sums leaves P and all that is made of it in range.
 template <class T>
 constexpr float kLargeSum = 0x1p40f;
@@ -177,13 +182,13 @@ __device__ __forceinline__ void raise_reference(float (&p)[N], OnlineRows& rows,
 // scores back and the warp takes the row maximum from here on: data that jumps like this once will
 // again, and recomputing is dear. Each outcome is the softmax with some finite reference. The
 // choice depends on the tile's own data alone, so results repeat bit by bit. A NaN needs no
-// detection: it is in the sum.
-template <class T, bool Convert, int N, class RecomputeS>
+// detection: it is in the sum. MayWait: rows may have met no key before.
+template <class T, bool Convert, bool MayWait, int N, class RecomputeS>
 __device__ __forceinline__ void softmax_max_free(float (&s)[N], OnlineRows& rows, float c,
                                                  uint32_t (&p_regs)[N / 2],
                                                  RecomputeS recompute_s) {
   constexpr float kSafeToSum = 0x1p120f;
-  if (!rows.use_maximum) {
+  if (!rows.use_maximum && !(MayWait && rows.wait_for_key)) {
     const float2 sum = exponentials<false>(s, rows.ref[0], rows.ref[1], c);
     if constexpr (Convert) convert_p<T>(s, p_regs);
     const float larger = fmaxf(sum.x, sum.y);
@@ -201,7 +206,8 @@ __device__ __forceinline__ void softmax_max_free(float (&s)[N], OnlineRows& rows
     recompute_s(s);
     rows.use_maximum = true;
   }
-  softmax_with_maximum<false>(s, rows, c);
+  softmax_with_maximum<MayWait>(s, rows, c);
+  if constexpr (MayWait) note_rows_without_key(rows);
   if constexpr (Convert) convert_p<T>(s, p_regs);
 }
 

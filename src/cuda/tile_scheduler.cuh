@@ -52,7 +52,9 @@ __device__ inline int fetch_tile(const TileGrid& grid) {
   return static_cast<int>(gridDim.x) + count;
 }
 
-// What the consumers need to know of a tile.
+// What the consumers need to know of a tile. The kernels that serve any mask learn of blocks one by
+// one (BlockFinder): there `blocks` says where the walk begins, and the two counts after it
+// nothing.
 struct TileWork {
   int position;         // first query position; negative: no more tiles
   int blocks;           // key blocks [0, blocks), taken from last to first; 0: no row sees a key
@@ -70,9 +72,9 @@ __device__ __forceinline__ int operand_batch(const Strided& x, uint32_t batch) {
   return batch < batches ? batch : batch % batches;
 }
 
-template <bool Causal>
-__device__ __forceinline__ TileWork decode_tile(const PrefillParams& params, const TileGrid& grid,
-                                                uint32_t tile, int block_kv) {
+// All of a tile but its blocks. `last_first`: the longest tiles of a head are its last.
+__device__ __forceinline__ TileWork place_tile(const PrefillParams& params, const TileGrid& grid,
+                                               uint32_t tile, bool last_first) {
   const uint32_t per_section = grid.q_blocks * grid.heads_per_section;
   const uint32_t section = tile / per_section, in_section = tile % per_section;
   const uint32_t first_head = section * grid.heads_per_section;
@@ -88,10 +90,17 @@ __device__ __forceinline__ TileWork decode_tile(const PrefillParams& params, con
   work.q_batch = operand_batch(params.q, work.batch);
   work.k_batch = operand_batch(params.k, work.batch);
   work.v_batch = operand_batch(params.v, work.batch);
-  work.position = (Causal ? grid.q_blocks - 1 - rank : rank) * grid.block_positions;
+  work.position = (last_first ? grid.q_blocks - 1 - rank : rank) * grid.block_positions;
   work.q_len = params.q_length(work.batch);
   work.kv_len = params.kv_length(work.batch);
   work.shift = params.scores.bottom_right ? work.kv_len - work.q_len : 0;
+  return work;
+}
+
+template <bool Causal>
+__device__ __forceinline__ TileWork decode_tile(const PrefillParams& params, const TileGrid& grid,
+                                                uint32_t tile, int block_kv) {
+  TileWork work = place_tile(params, grid, tile, Causal);
   const int end = min(work.position + grid.block_positions, work.q_len);
   const int key_end = Causal ? min(work.kv_len, end + work.shift) : work.kv_len;
   work.blocks = work.position < end && key_end > 0 ? (key_end + block_kv - 1) / block_kv : 0;

@@ -13,12 +13,18 @@ namespace flashattn {
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup, the M of wgmma
 constexpr int kKvStages = 2;        // K and V blocks in flight; a third is never faster
 
-enum class MaskKind { kFull, kCausal };
+// What a kernel can do to scores; whoever needs less is faster.
+enum class ScoreKind {
+  kFull,    // every query sees all keys of its sequence
+  kCausal,  // up to its own position
+  kMasked,  // any window, segments, a boolean mask, sinks
+  kShaped,  // and a soft cap, ALiBi slopes
+};
 
 // One kernel. `why` is what measurement said against the alternatives (bf16, H200, TFLOP/s).
 struct TileSm90 {
   int head_dim;  // compiled; smaller ones are zero-filled up to it by the loads
-  MaskKind mask;
+  ScoreKind kind;
   int max_q_len;   // the row serves queries up to this length
   int warpgroups;  // consumers
   int block_kv;    // keys a step
@@ -34,9 +40,16 @@ struct TileSm90 {
   constexpr int q_bytes() const { return kWarpgroupRows * chunks() * 128; }  // of one warpgroup
   constexpr int kv_bytes() const { return block_kv * chunks() * 128; }       // of one K or V block
   // The entry registers of the block (168, 128 or 96 a thread) are dealt anew.
-  constexpr int producer_registers() const { return warpgroups == 2 ? 40 : 32; }
+  constexpr int producer_registers() const {
+    return finds_blocks() ? 56 : warpgroups == 2 ? 40 : 32;
+  }
   constexpr int consumer_registers() const {
+    if (finds_blocks()) return warpgroups == 2 ? 224 : 152;
     return warpgroups == 2 ? 232 : warpgroups == 3 ? 160 : 112;
+  }
+  // Whether the producer has to find out which blocks of keys to load.
+  constexpr bool finds_blocks() const {
+    return kind == ScoreKind::kMasked || kind == ScoreKind::kShaped;
   }
   // Tiles, and room to align them to the 1024 bytes that the swizzle repeats after.
   constexpr int shared_memory() const {
@@ -46,36 +59,50 @@ struct TileSm90 {
 
 // The first row that fits a call is taken.
 constexpr TileSm90 kPrefillTilesSm90[] = {
-    {64, MaskKind::kCausal, 2048, 2, 128, 2, false, true, true,
+    {64, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true,
      "short causal: 128 rows waste less of the diagonal than 192, and with few blocks a tile a "
      "second"
      " copy of P costs more than it hides (T 512: 256 against 245)"},
-    {64, MaskKind::kCausal, kUnlimited, 3, 128, 2, false, true, true,
+    {64, ScoreKind::kCausal, kUnlimited, 3, 128, 2, false, true, true,
      "three softmaxes share the SM (T 16384: 613 against 505 with two warpgroups)"},
-    {64, MaskKind::kFull, 128, 2, 128, 2, true, true, true, "one tile holds the queries"},
-    {64, MaskKind::kFull, 512, 4, 64, 2, false, true, true,
+    {64, ScoreKind::kFull, 128, 2, 128, 2, true, true, true, "one tile holds the queries"},
+    {64, ScoreKind::kFull, 512, 4, 64, 2, false, true, true,
      "256 rows divide T 512 and 192 do not (416 against 408)"},
-    {64, MaskKind::kFull, kUnlimited, 3, 128, 2, false, true, true,
+    {64, ScoreKind::kFull, kUnlimited, 3, 128, 2, false, true, true,
      "as causal (T 16384: 621 against 512 with two warpgroups, 572 with four)"},
-    {96, MaskKind::kCausal, kUnlimited, 3, 96, 2, false, true, true,
+    {96, ScoreKind::kCausal, kUnlimited, 3, 96, 2, false, true, true,
      "three warpgroups as at 64; 96 keys are what 160 registers hold"},
-    {96, MaskKind::kFull, kUnlimited, 3, 96, 2, false, true, true, "as causal"},
-    {128, MaskKind::kCausal, 2048, 2, 128, 2, false, true, true,
+    {96, ScoreKind::kFull, kUnlimited, 3, 96, 2, false, true, true, "as causal"},
+    {128, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true,
      "few blocks a tile: a second copy of P costs more than it hides (T 512: 346 against 331)"},
-    {128, MaskKind::kCausal, kUnlimited, 2, 128, 2, true, true, true,
+    {128, ScoreKind::kCausal, kUnlimited, 2, 128, 2, true, true, true,
      "95 % of the tensor rate; narrower blocks or 64-row tiles lose 15 to 30 % at T 512"},
-    {128, MaskKind::kFull, kUnlimited, 2, 128, 2, true, true, true,
+    {128, ScoreKind::kFull, kUnlimited, 2, 128, 2, true, true, true,
      "as causal; 160 to 192 keys are no faster at T 16384 and 15 to 20 % slower at T 512"},
-    {192, MaskKind::kCausal, kUnlimited, 2, 96, 1, false, true, true,
+    {192, ScoreKind::kCausal, kUnlimited, 2, 96, 1, false, true, true,
      "96 keys leave less of the diagonal unused than 112"},
-    {192, MaskKind::kFull, kUnlimited, 2, 112, 1, false, true, true,
+    {192, ScoreKind::kFull, kUnlimited, 2, 112, 1, false, true, true,
      "the most keys that shared memory holds"},
-    {256, MaskKind::kCausal, kUnlimited, 2, 64, 1, false, true, true,
+    {256, ScoreKind::kCausal, kUnlimited, 2, 64, 1, false, true, true,
      "80 keys are equal at T 16384 and 1 to 6 % slower below"},
-    {256, MaskKind::kFull, 4096, 2, 64, 1, false, true, true,
+    {256, ScoreKind::kFull, 4096, 2, 64, 1, false, true, true,
      "80 keys waste more of a short sequence (T 512: 561 against 531; T 4096: 797 against 785)"},
-    {256, MaskKind::kFull, kUnlimited, 2, 80, 1, false, true, true,
+    {256, ScoreKind::kFull, kUnlimited, 2, 80, 1, false, true, true,
      "the most keys that shared memory holds"},
+    {64, ScoreKind::kMasked, kUnlimited, 3, 96, 2, false, true, true,
+     "three warpgroups as for causal masks; 96 keys are what 152 registers hold"},
+    {96, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true,
+     "the masked step beside it does not fit the registers of three warpgroups"},
+    {128, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true,
+     "as causal, but a second copy of P does not fit beside the masked step"},
+    {192, ScoreKind::kMasked, kUnlimited, 2, 96, 1, false, true, true, "as causal"},
+    {256, ScoreKind::kMasked, kUnlimited, 2, 64, 1, false, true, true, "as causal"},
+    {64, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true,
+     "the arithmetic on scores wants more registers than three warpgroups have"},
+    {96, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, "as masked"},
+    {128, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, "as masked"},
+    {192, ScoreKind::kShaped, kUnlimited, 2, 96, 1, false, true, true, "as causal"},
+    {256, ScoreKind::kShaped, kUnlimited, 2, 64, 1, false, true, true, "as causal"},
 };
 constexpr int kNumPrefillTilesSm90 = sizeof(kPrefillTilesSm90) / sizeof(kPrefillTilesSm90[0]);
 
@@ -94,28 +121,39 @@ constexpr int compiled_head_dim_sm90(int head_dim) {
 }
 
 // Index into the table for a call with this head dim (in memory); -1: none.
-constexpr int prefill_tile_index_sm90(int head_dim, MaskKind mask, int q_len) {
+constexpr int prefill_tile_index_sm90(int head_dim, ScoreKind kind, int q_len) {
   const int compiled = compiled_head_dim_sm90(head_dim);
   for (int i = 0; i < kNumPrefillTilesSm90; ++i) {
     const TileSm90& tile = kPrefillTilesSm90[i];
-    if (tile.head_dim == compiled && tile.mask == mask && q_len <= tile.max_q_len) return i;
+    if (tile.head_dim == compiled && tile.kind == kind && q_len <= tile.max_q_len) return i;
   }
   return -1;
 }
 
-constexpr MaskKind mask_kind(const Scores& scores) {
-  return scores.window_right == 0 ? MaskKind::kCausal : MaskKind::kFull;
+constexpr ScoreKind score_kind_sm90(const PrefillParams& params) {
+  const Scores& scores = params.scores;
+  const Features& features = params.features;
+  if (scores.softcap != 0.0 || features.alibi_slopes) return ScoreKind::kShaped;
+  const bool bounded_right = scores.window_right != kUnlimited;
+  if (scores.window_left != kUnlimited || (bounded_right && scores.window_right != 0) ||
+      features.mask.data || features.query_segments || features.sinks)
+    return ScoreKind::kMasked;
+  return bounded_right ? ScoreKind::kCausal : ScoreKind::kFull;
 }
 constexpr TileSm90 prefill_tile_sm90(const PrefillParams& params) {
   const Problem& problem = params.problem;
-  return kPrefillTilesSm90[prefill_tile_index_sm90(problem.head_dim, mask_kind(params.scores),
+  return kPrefillTilesSm90[prefill_tile_index_sm90(problem.head_dim, score_kind_sm90(params),
                                                    problem.q_len)];
 }
 
 // Query heads that share a tile's rows. Packing the heads of a group costs nothing on the device
 // (the tensor map does it), so it is used wherever it saves a tenth of the tiles: short queries.
-constexpr int packed_heads_sm90(const TileSm90& tile, int q_len, int group) {
+// Not where the heads differ in more than their sinks.
+constexpr int packed_heads_sm90(const TileSm90& tile, const PrefillParams& params) {
+  const Features& features = params.features;
+  const int q_len = params.problem.q_len, group = params.problem.group();
   if (group == 1 || group > kWarpgroupRows) return 1;
+  if (features.alibi_slopes || features.mask.data) return 1;
   const int packed_block = tile.warpgroups * (kWarpgroupRows / group);  // in query positions
   const int64_t packed_tiles = (q_len - 1) / packed_block + 1;
   const int64_t plain_tiles = int64_t{group} * ((q_len - 1) / tile.block_q() + 1);
@@ -124,9 +162,8 @@ constexpr int packed_heads_sm90(const TileSm90& tile, int q_len, int group) {
 
 // For `explain`.
 inline std::string describe_prefill_sm90(const PrefillParams& params) {
-  const Problem& problem = params.problem;
   const TileSm90 tile = prefill_tile_sm90(params);
-  const int packed = packed_heads_sm90(tile, problem.q_len, problem.group());
+  const int packed = packed_heads_sm90(tile, params);
   return "tiles of " + std::to_string(tile.block_q()) + " queries x " +
          std::to_string(tile.block_kv) + " keys for head dim " + std::to_string(tile.head_dim) +
          (packed > 1 ? ", the " + std::to_string(packed) + " heads of a group packed into rows"
@@ -146,18 +183,12 @@ inline bool tma_aligned(const Strided& x) { return reinterpret_cast<uintptr_t>(x
 // Why the Hopper forward does not take a call, as a clause for `explain`; null: it does.
 inline const char* prefill_sm90_refusal(const PrefillParams& params) {
   const Problem& problem = params.problem;
-  const Scores& scores = params.scores;
   if (problem.dtype != DType::kF16 && problem.dtype != DType::kBF16)
     return "the dtype is neither float16 nor bfloat16";
   if (problem.value_dim != problem.head_dim) return "values have another head dim than keys";
   if (problem.head_dim > 256) return "the head dim is above 256";
   if (problem.head_dim % 8 != 0) return "the head dim is not a multiple of 8";
-  if (scores.window_left != kUnlimited ||
-      (scores.window_right != kUnlimited && scores.window_right != 0))
-    return "the window is neither causal nor unlimited";
-  if (scores.softcap != 0.0) return "there is a soft cap";
-  if (params.features.any_mask_or_bias()) return "there is a bias, a mask or segments";
-  if (params.features.sinks) return "there are attention sinks";
+  if (params.features.bias.data) return "there is a bias";
   if (!tma_aligned(params.q) || !tma_aligned(params.k) || !tma_aligned(params.v) ||
       !tma_aligned(params.o))
     return "an operand does not start at a multiple of 16 bytes";

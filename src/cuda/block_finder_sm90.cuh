@@ -1,0 +1,185 @@
+// Which blocks of keys a tile visits where any mask may apply, and which of them need no mask.
+//
+// The window leaves a range of blocks, of which those at its edges are masked. Segments, and a mask
+// that is the same for all rows, are looked at for 32 blocks at a time: blocks without a visible
+// key are not even loaded, and those that all rows see as a whole go the way of an unmasked block.
+#ifndef FLASHATTN_CUDA_BLOCK_FINDER_SM90_CUH_
+#define FLASHATTN_CUDA_BLOCK_FINDER_SM90_CUH_
+
+#include <climits>
+#include <cstdint>
+
+#include "params.h"
+#include "score.cuh"
+#include "tile_scheduler.cuh"
+
+namespace flashattn {
+
+// A block of keys to visit, in one word: the block, and two flags.
+class FoundBlock {
+ public:
+  FoundBlock() = default;  // so that it can lie in shared memory
+  __device__ FoundBlock(int block, bool masked, bool last = false)
+      : code_(4 * block + 2 * masked + last) {}
+
+  static __device__ FoundBlock none() { return {-1, false}; }
+  __device__ FoundBlock as_last(bool last) const { return {block(), masked(), last}; }
+
+  __device__ bool exists() const { return code_ >= 0; }
+  __device__ int block() const { return code_ >> 2; }
+  __device__ bool masked() const { return code_ & 2; }  // not every row sees every key
+  __device__ bool last() const { return code_ & 1; }    // of the tile
+
+ private:
+  int code_;
+};
+
+// Smallest and largest segment of a range.
+struct SegmentRange {
+  int least = INT_MAX, most = INT_MIN;
+
+  __device__ void include(int segment) {
+    least = min(least, segment);
+    most = max(most, segment);
+  }
+  // Over all lanes.
+  __device__ void gather() {
+    least = __reduce_min_sync(~0u, least);
+    most = __reduce_max_sync(~0u, most);
+  }
+  __device__ bool overlaps(const SegmentRange& other) const {
+    return least <= other.most && other.least <= most;
+  }
+  __device__ bool is_only(const SegmentRange& other) const {
+    return least == most && other.least == least && other.most == least;
+  }
+};
+
+// All calls are a whole warp's.
+template <int BlockKv>
+class BlockFinder {
+ public:
+  __device__ explicit BlockFinder(const PrefillParams& params) : params_(params), looks_at_(0) {
+    const Features& features = params.features;
+    if (features.key_segments) looks_at_ |= kSegments;
+    if (features.mask.data) looks_at_ |= features.mask.row == 0 ? kOneRow : kAllRows;
+  }
+
+  // Begins with a tile of so many query positions.
+  __device__ __forceinline__ void start(const TileWork& work, int positions) {
+    const Sequence sequence(params_, work.batch);
+    const int first_row = work.position, last_row = min(first_row + positions, work.q_len) - 1;
+    const Range keys = sequence.keys_seen_by(first_row, last_row);
+    if (first_row > last_row || keys.begin >= keys.end) return stop();
+    batch_ = work.batch;
+    head_ = work.head;
+    kv_len_ = work.kv_len;
+    first_block_ = keys.begin / BlockKv;
+    block_ = (keys.end + BlockKv - 1) / BlockKv;
+    // From the first key that the last row sees to the last one that the first row does.
+    const int whole_begin = max_int(0, int64_t{last_row} + sequence.low);
+    const int whole_end = min_int(kv_len_, int64_t{first_row} + sequence.high + 1);
+    first_whole_ = (whole_begin + BlockKv - 1) / BlockKv;
+    end_whole_ = max(whole_end, 0) / BlockKv;
+    known_from_ = INT_MAX;
+    if (looks_at_ & kSegments) find_row_segments(first_row, last_row);
+  }
+  __device__ __forceinline__ void stop() { first_block_ = block_ = 0; }
+
+  // The tile's blocks from the last to the first, then none.
+  __device__ __forceinline__ FoundBlock next() {
+    --block_;
+    int looks_at = looks_at_;
+    opaque(looks_at);  // else what is known of it occupies predicates, and those spill
+    if (looks_at & (kSegments | kOneRow)) skip_hidden(looks_at);
+    if (block_ < first_block_) return FoundBlock::none();
+    bool masked = looks_at & kAllRows || block_ < first_whole_ || block_ >= end_whole_;
+    if (looks_at & (kSegments | kOneRow)) masked |= !(whole_ >> (block_ - known_from_) & 1);
+    return {block_, masked};
+  }
+
+ private:
+  // What there is beside a window: a mask is one row for all queries, or a row for each, which is
+  // left to those who need it.
+  static constexpr int kSegments = 1, kOneRow = 2, kAllRows = 4;
+
+  __device__ __forceinline__ void skip_hidden(int looks_at) {
+    for (; block_ >= first_block_; block_ = known_from_ - 1) {
+      if (block_ < known_from_) look(looks_at);
+      const uint32_t left = visible_ & ~0u >> (31 - (block_ - known_from_));
+      if (left == 0) continue;
+      block_ = known_from_ + 31 - __clz(left);
+      return;
+    }
+  }
+
+  __device__ __forceinline__ void find_row_segments(int first_row, int last_row) {
+    const int32_t* segments = params_.features.query_segments.row(batch_);
+    row_segments_ = {};
+#pragma unroll 1
+    for (int i = first_row + static_cast<int>(threadIdx.x % 32); i <= last_row; i += 32)
+      row_segments_.include(__ldg(segments + i));
+    row_segments_.gather();
+  }
+
+  // At the block and the 31 before it.
+  __device__ __forceinline__ void look(int looks_at) {
+    known_from_ = block_ - 31;
+    const int first = max(known_from_, first_block_);
+    visible_ = whole_ = ~0u << (first - known_from_);
+    if (looks_at & kSegments) look_at_segments(first);
+    if (looks_at & kOneRow) look_at_mask(first);
+  }
+
+  // Unrolled, so that several blocks' loads are under way at once.
+  __device__ __forceinline__ void look_at_segments(int first) {
+    const int32_t* segments = params_.features.key_segments.row(batch_);
+#pragma unroll 2
+    for (int n = first; n <= block_; ++n) {
+      SegmentRange block;
+      for_own_keys(n, [&](int key) { block.include(__ldg(segments + key)); });
+      block.gather();
+      note(n, block.overlaps(row_segments_), row_segments_.is_only(block));
+    }
+  }
+  __device__ __forceinline__ void look_at_mask(int first) {
+    const Broadcast& operand = params_.features.mask;
+    const uint8_t* mask =
+        static_cast<const uint8_t*>(operand.data) + operand.offset(batch_, head_, 0, 0);
+#pragma unroll 2
+    for (int n = first; n <= block_; ++n) {
+      bool any = false, all = true;
+      for_own_keys(n, [&](int key) {
+        const bool seen = __ldg(mask + key * operand.col) != 0;
+        any |= seen;
+        all &= seen;
+      });
+      note(n, __any_sync(~0u, any), __all_sync(~0u, all));
+    }
+  }
+  // This lane's keys of a block; the sequence's last stands for those beyond.
+  template <class F>
+  __device__ __forceinline__ void for_own_keys(int n, F&& f) const {
+    const int last = min(n * BlockKv + BlockKv, kv_len_) - 1;
+#pragma unroll
+    for (int i = 0; i < BlockKv; i += 32)
+      f(min(n * BlockKv + i + static_cast<int>(threadIdx.x % 32), last));
+  }
+  __device__ void note(int n, bool visible, bool whole) {
+    if (!visible) visible_ &= ~(1u << (n - known_from_));
+    if (!whole) whole_ &= ~(1u << (n - known_from_));
+  }
+
+  const PrefillParams& params_;
+  int looks_at_;
+  int batch_, head_, kv_len_;
+  int block_, first_block_;      // the last one found; the first that the window leaves
+  int first_whole_, end_whole_;  // the blocks of which it hides nothing
+  SegmentRange row_segments_;
+  int known_from_;            // visible_ and whole_ tell of 32 blocks from here on:
+  uint32_t visible_, whole_;  // some row sees a key; all rows see all keys but for the window
+};
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_BLOCK_FINDER_SM90_CUH_

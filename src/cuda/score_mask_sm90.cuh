@@ -1,0 +1,150 @@
+// Windows, segments and boolean masks on the accumulators of wgmma (layout: softmax_sm90.cuh).
+#ifndef FLASHATTN_CUDA_SCORE_MASK_SM90_CUH_
+#define FLASHATTN_CUDA_SCORE_MASK_SM90_CUH_
+
+#include <cmath>
+#include <cstdint>
+
+#include "params.h"
+#include "softmax_sm90.cuh"
+#include "tile_scheduler.cuh"
+
+namespace flashattn {
+
+// What the two rows of a thread see. Rows beyond the last of the sequence see what that sees: their
+// results are not used, and so they decide nothing either. Every mask fetches what it needs itself:
+// registers are scarce.
+class RowMasks {
+ public:
+  // Of rows at these query positions.
+  __device__ __forceinline__ RowMasks(const PrefillParams& params, const volatile TileWork& work,
+                                      int position0, int position1)
+      : params_(params), work_(work) {
+    const int last = work.q_len - 1;
+    position_[0] = min(position0, last);
+    position_[1] = min(position1, last);
+  }
+
+  // Hidden scores of the block that begins with this key become -inf, whatever they were.
+  template <int N>
+  __device__ __forceinline__ void hide(float (&s)[N], int first_key) const {
+    hide_outside_window(s, first_key);
+    if (is_given(params_.features.key_segments.data)) hide_other_segments(s, first_key);
+    if (is_given(params_.features.mask.data)) hide_masked(s, first_key);
+  }
+
+  __device__ __forceinline__ bool sees(int row, int key) const {
+    const KeyRange keys = window(row);
+    if (key < keys.begin || key >= keys.end) return false;
+    const Features& features = params_.features;
+    if (features.key_segments && __ldg(key_segments() + key) != segment(row)) return false;
+    return features.mask.data == nullptr || __ldg(mask(row) + key * features.mask.col) != 0;
+  }
+
+ private:
+  __device__ static int quad_lane() { return threadIdx.x % 4; }
+
+  // Opaque, as below: else what is known of a call occupies predicates throughout the main loop.
+  __device__ static bool is_given(const void* operand) {
+    auto address = reinterpret_cast<int64_t>(operand);
+    opaque(address);
+    return address != 0;
+  }
+  __device__ KeyRange window(int row) const {
+    Scores scores = params_.scores;
+    opaque(scores.window_left);
+    opaque(scores.window_right);
+    return visible_keys(scores, position_[row], work_.q_len, work_.kv_len);
+  }
+  __device__ int32_t segment(int row) const {
+    return __ldg(params_.features.query_segments.row(work_.batch) + position_[row]);
+  }
+  __device__ const int32_t* key_segments() const {
+    return params_.features.key_segments.row(work_.batch);
+  }
+  __device__ const uint8_t* mask(int row) const {
+    const Broadcast& operand = params_.features.mask;
+    return static_cast<const uint8_t*>(operand.data) +
+           operand.offset(work_.batch, work_.head, position_[row], 0);
+  }
+
+  // One unsigned comparison a score.
+  template <int N>
+  __device__ __forceinline__ void hide_outside_window(float (&s)[N], int first_key) const {
+    uint32_t distance[2], keys[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const KeyRange seen = window(row);
+      distance[row] = first_key + 2 * quad_lane() - seen.begin;
+      keys[row] = max(seen.end - seen.begin, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (distance[i / 2 % 2] + (8 * (i / 4) + i % 2) >= keys[i / 2 % 2]) s[i] = -INFINITY;
+  }
+
+  // Keys beyond the last are hidden already.
+  template <int N>
+  __device__ __forceinline__ void hide_other_segments(float (&s)[N], int first_key) const {
+    const int32_t row_segments[2] = {segment(0), segment(1)};
+    const int32_t* segments = key_segments();
+    const int key = first_key + 2 * quad_lane(), last_key = work_.kv_len - 1;
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) {
+      // Rarely true. The branch keeps the compiler from loading everything at once, for which there
+      // are no registers.
+      if (j % 4 == 0 && first_key + 8 * j > last_key) break;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int32_t segment = __ldg(segments + min(key + 8 * j + e, last_key));
+#pragma unroll
+        for (int row = 0; row < 2; ++row)
+          if (segment != row_segments[row]) s[4 * j + 2 * row + e] = -INFINITY;
+      }
+    }
+  }
+
+  // In groups of 32 keys, of which each lane of a quad reads 8 for both rows: neighbouring bytes.
+  template <int N>
+  __device__ __forceinline__ void hide_masked(float (&s)[N], int first_key) const {
+    const int key = first_key + 8 * quad_lane(), kv_len = work_.kv_len;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const uint8_t* of_row = mask(row);
+#pragma unroll
+      for (int group = 0; group < N; group += kGroupRegs) {
+        const int first = key + group_first_column(group);
+        uint32_t bits = mask_bits(of_row, first, kv_len) << (8 * quad_lane());
+        bits |= __shfl_xor_sync(kWholeWarp, bits, 1);
+        bits |= __shfl_xor_sync(kWholeWarp, bits, 2);
+        bits >>= 2 * quad_lane();  // this lane's columns are two bits of every byte
+#pragma unroll
+        for (int i = group; i < group + kGroupRegs && i < N; ++i)
+          if (i / 2 % 2 == row && !(bits >> (8 * ((i - group) / 4) + i % 2) & 1)) s[i] = -INFINITY;
+      }
+    }
+  }
+  // Of 8 keys from this one on.
+  __device__ __forceinline__ uint32_t mask_bits(const uint8_t* of_row, int key, int kv_len) const {
+    int64_t col = params_.features.mask.col;
+    opaque(col);
+    const uint8_t* at = of_row + key * col;
+    if (col == 1 && key + 8 <= kv_len && reinterpret_cast<uintptr_t>(at) % 8 == 0) {
+      const uint2 bytes = __ldg(reinterpret_cast<const uint2*>(at));
+      // Bytes are 0 or 1; the product carries byte i to bit 28 + i.
+      return bytes.x * 0x10204080u >> 28 | bytes.y * 0x10204080u >> 28 << 4;
+    }
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int i = 0; i < 8 && key + i < kv_len; ++i) bits |= (__ldg(at + i * col) ? 1u : 0u) << i;
+    return bits;
+  }
+
+  const PrefillParams& params_;
+  const volatile TileWork& work_;
+  int position_[2];
+};
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_SCORE_MASK_SM90_CUH_
