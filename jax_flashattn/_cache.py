@@ -20,56 +20,70 @@ class KVCache:
     Attributes:
       keys: (B, S, K, H) in layout BTNH, (B, K, S, H) in BNTH; paged (pages, page_size, K, H) or
         (pages, K, page_size, H).
-      values: likewise, with head dim V.
+      values: likewise, with head dim V; None of a latent cache, whose values are the first value_dim
+        dimensions of its keys.
       seq_lens: (B,) int32, tokens of each sequence.
       page_table: (B, max_pages) int32 of a paged cache, else None. Which pages a sequence owns is the
         caller's to decide: replace it by `dataclasses.replace(cache, page_table=...)`.
-      key_scale, value_scale: (K,) float32 of an 8-bit cache, else None: stored = token / scale.
+      key_scale, value_scale: (K,) float32 of an 8-bit cache, else None: stored = token / scale. A latent
+        cache has key_scale alone.
       layout: "BTNH" or "BNTH".
+      value_dim: V of a latent cache, else None.
     """
 
     keys: jax.Array
-    values: jax.Array
+    values: jax.Array | None
     seq_lens: jax.Array
     page_table: jax.Array | None = None
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
     layout: str = dataclasses.field(default="BTNH", metadata={"static": True})
+    value_dim: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def allocate(
-        cls, batch, capacity, kv_heads, head_dim, dtype=jnp.bfloat16, *, value_dim=None,
+        cls, batch, capacity, kv_heads, head_dim, dtype=jnp.bfloat16, *, value_dim=None, latent=False,
         layout="BTNH", key_scale=None, value_scale=None,
     ):  # fmt: skip
-        """An empty contiguous cache for `capacity` tokens a sequence."""
+        """An empty contiguous cache for `capacity` tokens a sequence.
+
+        value_dim: V, head_dim by default. latent: no values are stored, they are the first value_dim
+        dimensions of the keys, as in multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434).
+        """
         return cls._empty(
-            (batch, capacity), batch, None, kv_heads, head_dim, value_dim, dtype, layout, key_scale,
-            value_scale,
+            (batch, capacity), batch, None, kv_heads, head_dim, value_dim, latent, dtype, layout,
+            key_scale, value_scale,
         )  # fmt: skip
 
     @classmethod
     def allocate_paged(
         cls, pages, page_size, page_table, kv_heads, head_dim, dtype=jnp.bfloat16, *, value_dim=None,
-        layout="BTNH", key_scale=None, value_scale=None,
+        latent=False, layout="BTNH", key_scale=None, value_scale=None,
     ):  # fmt: skip
         """An empty pool of pages, which `page_table` (B, max_pages) deals out to the sequences."""
         page_table = jnp.asarray(page_table).astype(jnp.int32)
         return cls._empty(
-            (pages, page_size), page_table.shape[0], page_table, kv_heads, head_dim, value_dim, dtype,
-            layout, key_scale, value_scale,
+            (pages, page_size), page_table.shape[0], page_table, kv_heads, head_dim, value_dim, latent,
+            dtype, layout, key_scale, value_scale,
         )  # fmt: skip
 
     @classmethod
     def _empty(
-        cls, lengths, batch, page_table, kv_heads, head_dim, value_dim, dtype, layout, key_scale,
-        value_scale,
+        cls, lengths, batch, page_table, kv_heads, head_dim, value_dim, latent, dtype, layout,
+        key_scale, value_scale,
     ):  # fmt: skip
-        arguments.check_layout("KVCache", layout)
+        op = "KVCache"
+        arguments.check_layout(op, layout)
         dtype = jnp.dtype(dtype)
         eight_bit = str(dtype) in CACHE_8BIT
-        if eight_bit != (key_scale is not None) or eight_bit != (value_scale is not None):
-            arguments.fail(ValueError, "KVCache", "key_scale and value_scale", "go with 8-bit dtypes",
-                           dtype, f"both with {CACHE_8BIT}, else neither")  # fmt: skip
+        wanted = (eight_bit, eight_bit and not latent)
+        if wanted != (key_scale is not None, value_scale is not None):
+            arguments.fail(ValueError, op, "key_scale and value_scale", "go with 8-bit dtypes", dtype,
+                           f"both with {CACHE_8BIT} (latent: key_scale), else neither")  # fmt: skip
+        value_dim = value_dim or head_dim
+        if latent and value_dim > head_dim:
+            arguments.fail(ValueError, op, "value_dim", "is too large for a latent cache", value_dim,
+                           f"the keys have {head_dim} dimensions")  # fmt: skip
 
         def empty(dim):
             first, tokens = lengths
@@ -80,8 +94,8 @@ class KVCache:
             None if x is None else jnp.asarray(x, jnp.float32) for x in (key_scale, value_scale)
         )
         return cls(
-            empty(head_dim), empty(value_dim or head_dim), jnp.zeros((batch,), jnp.int32), page_table,
-            *scales, layout,
+            empty(head_dim), None if latent else empty(value_dim), jnp.zeros((batch,), jnp.int32),
+            page_table, *scales, layout, value_dim if latent else None,
         )  # fmt: skip
 
     @property
@@ -90,14 +104,15 @@ class KVCache:
         tokens = self.keys.shape[1 if self.layout == "BTNH" else 2]
         return tokens if self.page_table is None else tokens * self.page_table.shape[1]
 
-    def append(self, key, value, *, new_lens=None, rotary=None) -> "KVCache":
+    def append(self, key, value=None, *, new_lens=None, rotary=None) -> "KVCache":
         """The cache with T more tokens of each sequence behind those it has.
 
         Args:
-          key: (B, T, K, H) or (B, K, T, H) by the layout; value: likewise with V.
+          key: (B, T, K, H) or (B, K, T, H) by the layout; value: likewise with V, None for a latent cache.
           new_lens: (B,) integers: how many of the T tokens each sequence really has; all by default.
           rotary: (cos, sin), each (max_position, R / 2): rotates the first R of the key's H dimensions by
             the token's position, halves paired as in GPT-NeoX and Llama (Su et al. 2021, arXiv:2104.09864).
+            Of a latent cache, the first R behind the values.
 
         Tokens beyond the capacity, or whose page is outside the pool, are dropped, nothing else is
         touched; seq_lens stops at the capacity.
@@ -105,7 +120,14 @@ class KVCache:
         op = "KVCache.append"
         seq, head = (1, 2) if self.layout == "BTNH" else (2, 1)
         batch = self.seq_lens.shape[0]
-        for name, x, like in (("key", key, self.keys), ("value", value, self.values)):
+        if (value is None) != (self.values is None):
+            arguments.fail(ValueError, op, "value", "goes with a cache that stores values",
+                           "none" if value is None else value.shape,
+                           "a latent cache takes keys alone, any other keys and values")  # fmt: skip
+        new = [("key", key, self.keys)]
+        if value is not None:
+            new.append(("value", value, self.values))
+        for name, x, like in new:
             wanted = (batch, like.shape[head], like.shape[3])
             got = (x.shape[0], x.shape[head], x.shape[3]) if x.ndim == 4 else x.shape
             if got != wanted or x.shape[seq] != key.shape[seq]:
@@ -119,16 +141,18 @@ class KVCache:
             count = jnp.clip(arguments.check_lengths(op, "new_lens", new_lens, (batch,)), 0, tokens)
         real = step < count[:, None]
         if rotary is not None:
-            key = rotate(key, position, rotary, self.layout)
+            first = self.value_dim or 0
+            turned = rotate(key[..., first:], position, rotary, self.layout)
+            key = jnp.concatenate([key[..., :first], turned], axis=-1)
         first, row = self._place(jnp.where(real, position, self.capacity))
+
+        def written(cache, tokens, scale):
+            return self._write(cache, _quantize(tokens, cache, scale, head), first, row)
+
         return dataclasses.replace(
             self,
-            keys=self._write(
-                self.keys, _quantize(key, self.keys, self.key_scale, head), first, row
-            ),
-            values=self._write(
-                self.values, _quantize(value, self.values, self.value_scale, head), first, row
-            ),
+            keys=written(self.keys, key, self.key_scale),
+            values=None if value is None else written(self.values, value, self.value_scale),
             seq_lens=jnp.minimum(self.seq_lens + count, self.capacity),
         )
 
@@ -154,7 +178,7 @@ class KVCache:
     def attend(self, query, scale=None, **options):
         """`decode` of the newest tokens over this cache; append their keys and values first."""
         return decode(
-            query, self.keys, self.values, self.seq_lens, scale, layout=self.layout,
+            query, self.keys, self.values, self.seq_lens, scale, layout=self.layout, value_dim=self.value_dim,
             page_table=self.page_table, key_scale=self.key_scale, value_scale=self.value_scale, **options,
         )  # fmt: skip
 

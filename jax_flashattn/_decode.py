@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jax_flashattn import _arguments as arguments
-from jax_flashattn import _blockwise, _ffi
+from jax_flashattn import _ffi
 from jax_flashattn._prefill import check_cuda, pad_head_dims, unpad, without_keys
 from jax_flashattn._primitive import Operation, Options
 
@@ -22,6 +22,7 @@ def decode(
     scale=None,
     *,
     layout="BTNH",
+    value_dim=None,
     page_table=None,
     key_scale=None,
     value_scale=None,
@@ -36,20 +37,24 @@ def decode(
     """Attention of the newest tokens of each sequence over its KV cache.
 
     Split-KV decoding: Flash-Decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html);
-    pages as in PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4).
+    pages as in PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4); values inside the keys as in
+    multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
     Args:
       query: (B, T, N, H) in layout BTNH, (B, N, T, H) in BNTH; the last T tokens of each sequence, usually
         one. float16 or bfloat16, on CPU also float32 and float64.
       key_cache: (B, S, K, H) or (B, K, S, H); paged: (pages, page_size, K, H) or (pages, K, page_size, H).
         Of query's dtype, or float8_e4m3fn or int8 with scales. N % K == 0.
-      value_cache: likewise, with head dim V.
+      value_cache: likewise, with head dim V. None: the values are the first value_dim dimensions of the keys,
+        which are then stored and read once (a slice of key_cache as value_cache would be copied every call).
       seq_lens: (B,) integers: valid keys of each sequence, those of the new tokens included. Clamped to
         [0, capacity] on the device. Query i of T sees keys j <= seq_len - T + i.
       scale: of the logits; 1 / sqrt(H) by default. A traced scalar is folded into the query.
+      value_dim: V where value_cache is None, at most H.
       page_table: (B, max_pages) integers: which page holds tokens p * page_size ... of a sequence. Entries
         past the length are never followed; an entry outside [0, pages) counts as having no keys.
-      key_scale, value_scale: float32 factors of 8-bit caches: (K,), or (pages, K) for a paged cache.
+      key_scale, value_scale: float32 factors of 8-bit caches: (K,), or (pages, K) for a paged cache. Without
+        value_cache, key_scale alone.
       local_window_size: w or (w, 0): query i sees keys from i - w on; only those are read.
       logit_softcap: c: logits become c * tanh(logits / c).
       sinks: (N,) logits that take part in the softmax without a value.
@@ -71,9 +76,12 @@ def decode(
     names = ("query", "key_cache", "value_cache")
     arguments.check_layout(op, layout)
     q = arguments.check_array(op, "query", query)
+    values_in_keys = value_cache is None
     caches = [
         arguments.check_array(op, name, x, arguments.FLOATS + CACHE_8BIT)
-        for name, x in (("key_cache", key_cache), ("value_cache", value_cache))
+        for name, x in zip(
+            names[1:], (key_cache, key_cache if values_in_keys else value_cache), strict=True
+        )
     ]
     eight_bit = str(caches[0].dtype) in CACHE_8BIT
     if not eight_bit:
@@ -93,6 +101,7 @@ def decode(
         caches = [arguments.fold_batch(x, 3)[0] for x in caches]
     q = arguments.fold_batch(q, 3)[0]
     arguments.check_layout_shapes(op, layout, names, (q, *caches))
+    _check_value_dim(op, value_dim, q.shape[-1] if values_in_keys else None)
     if paged and caches[0].shape[0] != caches[1].shape[0]:
         arguments.fail(ValueError, op, "value_cache", "has the wrong number of pages",
                        caches[1].shape[0], f"it must be key_cache's, {caches[0].shape[0]}")  # fmt: skip
@@ -101,9 +110,10 @@ def decode(
     operands = {
         "query": q,
         "key_cache": caches[0],
-        "value_cache": caches[1],
         "seq_lens": arguments.check_lengths(op, "seq_lens", seq_lens, batch_shape),
     }
+    if not values_in_keys:
+        operands["value_cache"] = caches[1]
     capacity = caches[0].shape[seq]
     if paged:
         if not hasattr(page_table, "ndim") or page_table.ndim != len(batch_shape) + 1:
@@ -116,6 +126,11 @@ def decode(
         capacity *= shape[-1]
     if debug:
         arguments.report_lengths(op, {"seq_lens": operands["seq_lens"]}, {"seq_lens": capacity})
+    if values_in_keys:
+        if value_scale is not None:
+            arguments.fail(ValueError, op, "value_scale", "goes with a value_cache", value_scale.shape,
+                           "without one, key_scale is that of the values too")  # fmt: skip
+        value_scale = key_scale
     for name, x in (("key_scale", key_scale), ("value_scale", value_scale)):
         if (x is not None) != eight_bit:
             arguments.fail(ValueError, op, name, "goes with 8-bit caches, and those with it",
@@ -142,10 +157,22 @@ def decode(
         num_splits=int(num_splits),
         batch_invariant=bool(batch_invariant),
         paged=paged,
+        value_dim=int(value_dim) if values_in_keys else 0,
     )
     out, lse = decode_op(operands, options)
     out = out.reshape(*batch_shape, *out.shape[1:])
     return (out, lse.reshape(*batch_shape, *lse.shape[1:])) if return_lse else out
+
+
+def _check_value_dim(op, value_dim, head_dim):
+    """head_dim: of keys that hold the values; None where the values have a cache of their own."""
+    if head_dim is None:
+        if value_dim is not None:
+            arguments.fail(ValueError, op, "value_dim", "goes with value_cache=None", repr(value_dim),
+                           "value_cache has its own head dim")  # fmt: skip
+    elif not isinstance(value_dim, numbers.Integral) or not 1 <= value_dim <= head_dim:
+        arguments.fail(ValueError, op, "value_dim", "is malformed", repr(value_dim),
+                       f"without a value_cache it must be 1 to key_cache's head dim, {head_dim}")  # fmt: skip
 
 
 def _check_cache_scale(op, name, x, cache, head, paged):
@@ -178,7 +205,6 @@ def _emit_decode(platform, operands, results, options):
     if platform == "cpu":
         return list(_ffi.call("decode", operands, results, **attributes).values())
     check_cuda("decode", operands["query"].dtype, (size["h"], size["v"]))
-    operands = _index_alike(operands, size["b"])
     padded, results_padded = pad_head_dims(operands, results, options)
     floats = _ffi.cuda().decode_workspace(
         size["b"], size["t"], size["n"], size["k"], results_padded["out"].shape[-1],
@@ -187,20 +213,6 @@ def _emit_decode(platform, operands, results, options):
     workspace = {"workspace": jax.ShapeDtypeStruct((floats,), jnp.float32)}
     outs = _ffi.call("decode", padded, results_padded | workspace, **attributes)
     return [unpad(outs[name], like) for name, like in results.items()]
-
-
-def _index_alike(operands, batch):
-    """Keys and values with as many entries, and their scales: the CUDA kernel has one index for both."""
-    operands = dict(operands)
-    for names, entries in (
-        (("key_cache", "value_cache"), batch),
-        (("key_scale", "value_scale"), operands["key_cache"].shape[0]),
-    ):
-        both = [operands[name] for name in names if name in operands]
-        if both and both[0].shape[0] != both[1].shape[0]:
-            repeated = (_blockwise.repeat(x, entries) for x in both)
-            operands |= zip(names, repeated, strict=True)
-    return operands
 
 
 def _no_derivative(primals, tangents, **params):

@@ -41,12 +41,14 @@ class Options:
     batch_invariant: bool = False
     paged: bool = False
     lse: bool = True  # of prefill: whether it is a result
+    value_dim: int = 0  # of values that lie in the keys; else that of their operand
 
     def axes(self, name: str) -> str:
         return _axes.axes(name, self.layout, self.paged)
 
     def sizes(self, names, arrays) -> dict[str, int]:
-        return _axes.sizes(names, [x.shape for x in arrays], self.layout, self.paged)
+        found = _axes.sizes(names, [x.shape for x in arrays], self.layout, self.paged)
+        return found | {"v": self.value_dim} if self.value_dim else found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -304,7 +306,7 @@ def _fold(x, dim: int, batch: int, pages: bool):
 
 def _make_a_page_of_each_sequence(operands: dict, dims: dict, batch: int) -> None:
     """A contiguous cache has one scale a head for all sequences; a paged one can have one a page."""
-    for name in ("key_cache", "value_cache"):
+    for name in [x for x in ("key_cache", "value_cache") if x in operands]:
         x, axis = operands[name], 1 if dims[name] == 0 else 0
         times = [1] * x.ndim
         times[axis] = batch // x.shape[axis]

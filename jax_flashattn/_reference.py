@@ -144,6 +144,7 @@ def decode(
     scale=None,
     *,
     layout="BTNH",
+    value_dim=None,
     page_table=None,
     key_scale=None,
     value_scale=None,
@@ -152,6 +153,8 @@ def decode(
     sinks=None,
 ):
     """The operation `decode` on rank-4 operands. Returns (out, lse)."""
+    if value_cache is None:
+        value_cache, value_scale = key_cache[..., :value_dim], key_scale
     if layout == "BNTH":
         query, key_cache, value_cache = (x.swapaxes(1, 2) for x in (query, key_cache, value_cache))
     key = _dequantise(key_cache, key_scale, query.dtype)

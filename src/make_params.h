@@ -39,7 +39,7 @@ inline const std::vector<BufferName> kBackwardResults = {{"dquery", true}, {"dke
                                                          {"dbias", false}, {"workspace", false}};
 
 inline const std::vector<BufferName> kDecodeOperands = {
-    {"query", true},       {"key_cache", true},  {"value_cache", true},  {"seq_lens", true},
+    {"query", true},       {"key_cache", true},  {"value_cache", false}, {"seq_lens", true},
     {"page_table", false}, {"key_scale", false}, {"value_scale", false}, {"sinks", false}};
 inline const std::vector<BufferName> kDecodeResults = {
     {"out", true}, {"lse", true}, {"workspace", false}};
@@ -362,13 +362,22 @@ inline ffi::ErrorOr<DecodeParams> make_decode_params(const DecodeAttrs& attrs, c
   const char* op = "decode";
   const NamedBuffers &in = call.operands, &out = call.results;
   const Layout& layout = call.layout;
-  auto problem = make_problem(op, layout, in["query"], in["key_cache"], in["value_cache"]);
+  // Without values of their own, the keys' first dimensions are the values, as many as `out` has.
+  const bool values_in_keys = in.find("value_cache") == nullptr;
+  const ffi::AnyBuffer& value_cache = values_in_keys ? in["key_cache"] : in["value_cache"];
+  auto problem = make_problem(op, layout, in["query"], in["key_cache"], value_cache);
   if (!problem.has_value()) return ffi::Unexpected(problem.error());
   DecodeParams p{};
   p.problem = *problem;
   Problem& pr = p.problem;
   if (out["out"].dimensions().size() != 4)
     return ffi::Unexpected(invalid("decode: out must have rank 4"));
+  if (values_in_keys) {
+    if (out["out"].dimensions()[3] > pr.head_dim) {
+      return ffi::Unexpected(invalid("decode: out is wider than the keys that hold its values"));
+    }
+    pr.value_dim = static_cast<int>(out["out"].dimensions()[3]);
+  }
   pr.batch = static_cast<int>(out["out"].dimensions()[0]);
   if (pr.batch == 0) return p;
   const std::optional<DType> cache_dtype = to_dtype(in["key_cache"].element_type());
@@ -384,14 +393,17 @@ inline ffi::ErrorOr<DecodeParams> make_decode_params(const DecodeAttrs& attrs, c
   ffi::Error e = first_error({check_batches(in, "query", pr.batch),
                               check_buffer(in, "key_cache", p.cache_dtype,
                                            layout.shape(-1, page_size, pr.kv_heads, pr.head_dim)),
-                              check_buffer(in, "value_cache", p.cache_dtype,
-                                           layout.shape(-1, page_size, pr.kv_heads, pr.value_dim)),
                               check_table(in, "seq_lens", DType::kS32, pr.batch, {}),
                               check_table(in, "page_table", DType::kS32, pr.batch, {-1}),
                               check_table(in, "sinks", DType::kF32, pr.batch, {pr.q_heads})});
+  if (!values_in_keys && !e.failure()) {
+    e = check_buffer(in, "value_cache", p.cache_dtype,
+                     layout.shape(-1, page_size, pr.kv_heads, pr.value_dim));
+  }
   if (e.failure()) return ffi::Unexpected(e);
   p.k = layout.strided(in["key_cache"]);
-  p.v = layout.strided(in["value_cache"]);
+  p.v = layout.strided(value_cache);
+  p.values_in_keys = values_in_keys;
   if (paged) {
     p.page_size = static_cast<int>(page_size);
     p.num_pages = p.k.batches;
@@ -405,9 +417,10 @@ inline ffi::ErrorOr<DecodeParams> make_decode_params(const DecodeAttrs& attrs, c
     }
     pr.kv_len = static_cast<int>(capacity);
   } else {
-    e = first_error(
-        {check_batches(in, "key_cache", pr.batch), check_batches(in, "value_cache", pr.batch)});
-    if (e.failure()) return ffi::Unexpected(e);
+    for (const char* cache : {"key_cache", "value_cache"}) {
+      if (in.find(cache) == nullptr) continue;
+      if (e = check_batches(in, cache, pr.batch); e.failure()) return ffi::Unexpected(e);
+    }
   }
   for (const char* scale : {"key_scale", "value_scale"}) {
     if (in.find(scale) == nullptr) continue;

@@ -101,6 +101,7 @@ class DecodeCase:
     page_size: int | None = None
     cache_dtype: str | None = None  # the query's unless given
     scales: str = "head"  # of an 8-bit cache: by "head" or by "page"
+    latent: bool = False  # no value_cache: the values are the keys' first value_dim dimensions
     num_splits: int = 0
     batch_invariant: bool = False
 
@@ -117,6 +118,7 @@ class DecodeCase:
             "scale": self.scale,
             "local_window_size": self.window,
             "logit_softcap": self.softcap,
+            "value_dim": self.values if self.latent else None,
         }
         options = {name: x for name, x in options.items() if x is not None}
         return options if self.layout == "BTNH" else dict(options, layout=self.layout)
@@ -234,6 +236,9 @@ def _decode_inputs(case, rng, poison):
             arrays[name] = rng.uniform(low, high, shape).astype(np.float32)
             if poison and case.scales == "page":
                 arrays[name][~written.any(axis=1)] = np.nan
+    if case.latent:
+        arrays["value_cache"] = None
+        arrays.pop("value_scale", None)
     if case.sinks:
         arrays["sinks"] = rng.standard_normal(case.q_heads).astype(np.float32)
     return arrays

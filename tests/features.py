@@ -204,6 +204,10 @@ GROUPS = {
     ),
     "KV caches": (
         Feature("several new tokens", decode=_each(_DECODE, tokens=(2, 5, 17))),
+        Feature(
+            "values that are part of the keys",
+            decode=_each(_DECODE.replace(latent=True, value_dim=64), head_dim=(64, 576)),
+        ),
         Feature("paged", decode=_each(_DECODE, page_size=(3, 16, 64), **_LAYOUTS)),
         *(
             Feature(

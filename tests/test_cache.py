@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import truth
+import xla
 from calls import xla_decode
 from cases import Case, DecodeCase, make_inputs
 from check import check, check_lse, check_same
@@ -46,15 +47,16 @@ def empty(platform, layout="BTNH", page_size=None, **options):
 
 
 def contents(cache):
-    """Keys and values by position, (B, capacity, K, H), as numpy."""
-    keys, values = (
+    """Keys and, unless latent, values by position, (B, capacity, K, H), as numpy."""
+    stored = [
         np.asarray(x if cache.layout == "BTNH" else x.swapaxes(1, 2))
         for x in (cache.keys, cache.values)
-    )
+        if x is not None
+    ]
     if cache.page_table is None:
-        return keys, values
+        return stored
     table = np.asarray(cache.page_table)
-    return tuple(x[table].reshape(BATCH, CAPACITY, *x.shape[2:]) for x in (keys, values))
+    return [x[table].reshape(BATCH, CAPACITY, *x.shape[2:]) for x in stored]
 
 
 CACHES = pytest.mark.parametrize("page_size", [None, 1, 8])
@@ -170,13 +172,16 @@ def test_pages_shared_between_sequences_are_left_alone(platform):
 
 @CACHES
 @LAYOUTS
-def test_donation_reuses_the_buffers(platform, page_size, layout):
+@pytest.mark.parametrize("latent", [False, True])
+def test_donation_reuses_the_buffers(platform, page_size, layout, latent):
     _, key, value = tokens(platform, 1, layout)
+    value = None if latent else value
     append = jax.jit(lambda cache, k, v: cache.append(k, v), donate_argnums=0)
-    cache = append(empty(platform, layout, page_size), key, value)
-    old = [x.unsafe_buffer_pointer() for x in (cache.keys, cache.values)]
+    cache = append(empty(platform, layout, page_size, latent=latent), key, value)
+    old = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((cache.keys, cache.values))]
     cache = append(cache, key, value)
-    assert [x.unsafe_buffer_pointer() for x in (cache.keys, cache.values)] == old
+    new = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((cache.keys, cache.values))]
+    assert new == old
     text = append.lower(cache, key, value).compile().as_text()
     size = "x".join(map(str, cache.keys.shape))
     assert "input_output_alias" in text and f"copy({size}" not in text
@@ -259,6 +264,48 @@ def test_8_bit(platform, dtype, page_size):
     )
 
 
+@CACHES
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_latent(platform, page_size, layout, dtype):
+    """Keys alone are stored; their first dimensions come back as values."""
+    q, k, _ = tokens(platform, 30, layout)
+    scale = None if dtype is None else np.float32([0.03, 0.05])
+    cache = empty(
+        platform, layout, page_size, dtype=dtype or platform.dtype, latent=True, value_dim=8,
+        key_scale=scale,
+    )  # fmt: skip
+    assert cache.values is None and len(jax.tree.leaves(cache)) == 2 + bool(page_size) + bool(dtype)
+    cache = cache.append(k)
+    kept = contents(cache)[0][:, :30]
+    if dtype is None:
+        np.testing.assert_array_equal(kept, k if layout == "BTNH" else k.swapaxes(1, 2))
+    arrays = dict(query=q, key_cache=cache.keys, value_cache=None, seq_lens=cache.seq_lens)
+    if page_size:
+        arrays["page_table"] = cache.page_table
+    if dtype:
+        arrays["key_scale"] = scale
+    options = dict(layout=layout, value_dim=8)
+    check(
+        cache.attend(q),
+        truth.decode(**arrays, **options)[0],
+        xla.decode(**arrays, **options),
+    )
+
+
+def test_latent_rotary(platform):
+    """The dimensions behind the values turn, those of the values do not."""
+    tables = tuple(f(np.arange(64.0)[:, None] * np.float32([1, 0.1])) for f in (np.cos, np.sin))
+    _, key, _ = tokens(platform, 5)
+    latent = empty(platform, latent=True, value_dim=8).append(key, rotary=tables)
+    (stored,) = contents(latent)
+    position = jnp.broadcast_to(jnp.arange(5), (BATCH, 5))
+    np.testing.assert_array_equal(
+        stored[:, :5, :, 8:], jax_flashattn.rotate(key[..., 8:], position, tables)
+    )
+    np.testing.assert_array_equal(stored[:, :5, :, :8], key[..., :8])
+
+
 @pytest.mark.parametrize("rotated", [DIM, DIM // 2])
 @LAYOUTS
 def test_rotary_in_append(platform, rotated, layout):
@@ -320,6 +367,14 @@ def test_append_errors(platform, key, value):
         empty(platform).append(k, v)
 
 
+def test_append_errors_of_latent(platform):
+    key = jnp.zeros((BATCH, 1, KV_HEADS, DIM), platform.dtype)
+    latent = empty(platform, latent=True, value_dim=8)
+    for cache, new in ((latent, (key, key)), (empty(platform), (key,))):
+        with pytest.raises(ValueError, match="^KVCache.append: value goes .*, got .*; "):
+            cache.append(*new)
+
+
 def test_allocate_errors(platform):
     with pytest.raises(ValueError, match="^KVCache: layout .*, got .*; "):
         KVCache.allocate(1, 8, 1, 8, layout="X")
@@ -327,3 +382,9 @@ def test_allocate_errors(platform):
         KVCache.allocate(1, 8, 1, 8, "int8")
     with pytest.raises(ValueError, match="^KVCache: key_scale.*, got .*; "):
         KVCache.allocate(1, 8, 1, 8, "float16", key_scale=np.ones(1), value_scale=np.ones(1))
+    with pytest.raises(ValueError, match="^KVCache: value_dim .*, got .*; "):
+        KVCache.allocate(1, 8, 1, 8, latent=True, value_dim=9)
+    with pytest.raises(ValueError, match="^KVCache: key_scale.*, got .*; "):
+        KVCache.allocate(
+            1, 8, 1, 8, "int8", latent=True, key_scale=np.ones(1), value_scale=np.ones(1)
+        )

@@ -235,6 +235,50 @@ def test_arguments(platform):
     check_same(jax.jit(jax_flashattn.decode)(**arrays), out)
 
 
+LATENT = DecodeCase(head_dim=576, value_dim=512, q_heads=16, kv_heads=1, latent=True)
+
+
+@pytest.mark.parametrize("q_heads", [1, 16, 20, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_latent(platform, q_heads, tokens, dtype):
+    """The values are the keys' first dimensions: no value_cache."""
+    check_decode(platform, LATENT.replace(q_heads=q_heads, tokens=tokens, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(layout="BNTH"),
+        dict(num_splits=3, lengths=(160, 1, 0, 129)),
+        dict(batch_invariant=True),
+        dict(window=40, softcap=5.0, sinks=True),
+        dict(scale=0.0),
+        dict(kv_heads=2),
+        dict(head_dim=64, value_dim=64),
+        dict(head_dim=80, value_dim=24),
+        dict(head_dim=52, value_dim=33),
+    ],
+    ids=str,
+)
+def test_latent_options(platform, change):
+    check_decode(platform, LATENT.replace(**change))
+
+
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
+def test_latent_8_bit(platform, cache_dtype):
+    """One scale, the keys', for both."""
+    check_decode(platform, LATENT.replace(cache_dtype=cache_dtype, dtype="bfloat16"))
+
+
+def test_latent_equals_a_copy_of_the_values(platform):
+    case = platform.fit(LATENT.replace(lengths=(300, 5), capacity=300, num_splits=2))
+    arrays = make_inputs(case)
+    copied = dict(arrays, value_cache=arrays["key_cache"][..., :512])
+    expected = jax_flashattn.decode(**copied, num_splits=2)
+    check(decode(case, arrays)[0], truth.decode(**arrays, **case.options())[0], expected)
+
+
 @pytest.mark.parametrize(
     "change,kernel",
     [

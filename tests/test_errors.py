@@ -47,6 +47,10 @@ def eight_bit_arguments(**changes):
     return decode_arguments(**{**good, **changes})
 
 
+def latent_arguments(**changes):
+    return decode_arguments(**{**dict(value_cache=None, value_dim=8), **changes})
+
+
 INT = jnp.zeros((2,), jnp.int32)
 PREFILL = [
     # (what is wrong, type, the argument that the message names)
@@ -162,6 +166,16 @@ DECODE = [
         TypeError,
         "value_cache",
     ),
+    (decode_arguments(value_dim=16), ValueError, "value_dim"),
+    (latent_arguments(value_dim=None), ValueError, "value_dim"),
+    (latent_arguments(value_dim=17), ValueError, "value_dim"),
+    (latent_arguments(value_dim=0), ValueError, "value_dim"),
+    (latent_arguments(key_cache=array(3, 32, 2, 8)), ValueError, "key_cache"),
+    (
+        latent_arguments(**{**eight_bit_arguments(), "value_cache": None}),
+        ValueError,
+        "value_scale",
+    ),
 ]
 
 MERGE = [
@@ -220,6 +234,7 @@ def test_the_good_arguments_are_good(platform):
     jax_flashattn.decode(**decode_arguments())
     jax_flashattn.decode(**paged_arguments())
     jax_flashattn.decode(**eight_bit_arguments())
+    jax_flashattn.decode(**latent_arguments())
 
 
 @pytest.mark.parametrize("unknown", ["is_causal", "window", "dropout"])
@@ -386,3 +401,14 @@ def test_raw_decode_with_bad_operands(platform, changes):
         results["workspace"] = jax.ShapeDtypeStruct((1 << 16,), "float32")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
         raw_call("decode", decode_arguments(**changes), results)
+
+
+def test_raw_decode_wider_than_its_keys(platform):
+    """Without values, as many of the keys' dimensions as the output has: more than they have."""
+    results = dict(
+        out=jax.ShapeDtypeStruct((3, 1, 4, 24), "float16"),
+        lse=jax.ShapeDtypeStruct((3, 1, 4), "float32"),
+    )
+    arrays = {n: x for n, x in decode_arguments().items() if n != "value_cache"}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*wider"):
+        raw_call("decode", arrays, results)

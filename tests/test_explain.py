@@ -33,6 +33,11 @@ def test_says_which_kernel(platform, op):
     assert platform.name in text.lower() or "sm" in text
 
 
+def test_says_which_kernel_takes_values_in_keys(platform):
+    operands = OPERANDS["decode"] | dict(value_cache=None)
+    assert jax_flashattn.explain("decode", **operands, value_dim=32).kernel
+
+
 @pytest.mark.parametrize("op", ["prefill", "dot_product_attention"])
 def test_says_which_kernel_the_gradient_runs(platform, op):
     text = str(jax_flashattn.explain(op, *OPERANDS[op].values(), gradient=True))

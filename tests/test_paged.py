@@ -39,6 +39,12 @@ def test_features(platform):
     check_decode(platform, DecodeCase(lengths=(300, 90, 1), capacity=320, page_size=32, **features))
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 24, 64, 128])
+def test_latent(platform, page_size):
+    case = DecodeCase(head_dim=576, value_dim=512, q_heads=16, kv_heads=1, latent=True)
+    check_decode(platform, case.replace(page_size=page_size, lengths=(160, 0, 130)))
+
+
 def test_equals_contiguous(platform):
     """The same tokens in pages and in one piece."""
     case = platform.fit(DecodeCase(lengths=(150, 64, 3), page_size=16))

@@ -99,6 +99,23 @@ def test_ring_gradients(platform):
             np.testing.assert_allclose(*map(np.float32, (ours, expected)), atol=0.02 * scale)
 
 
+def test_latent_attention(platform):
+    """The same as keys and values for every head, projected from the latent vectors."""
+    with defaults():
+        names = run("Multi-head latent attention")
+        w, (q, q_rope, _) = names["w"], names["step"]
+        latent, rotated = jnp.split(
+            names["new_cache"].keys[:, :41, 0].astype(jnp.float32), [512], -1
+        )
+        rotated = jnp.broadcast_to(rotated[:, :, None], (*rotated.shape[:2], 16, 64))
+        key = jnp.concatenate([jnp.einsum("bsc,ndc->bsnd", latent, w["key"]), rotated], axis=-1)
+        value = jnp.einsum("bsc,ncd->bsnd", latent, w["value"])
+        query = jnp.concatenate([q, q_rope], axis=-1).astype(jnp.float32)
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = fa.prefill(*jax.device_get((query, key, value)))
+        np.testing.assert_allclose(*map(np.float32, (names["y"], expected)), atol=0.05, rtol=0.05)
+
+
 def test_continuations(platform):
     """The same as decode over the prompt and the new tokens in one cache."""
     with defaults():

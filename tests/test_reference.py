@@ -55,6 +55,8 @@ def test_prefill(case):
         DecodeCase(page_size=7, layout="BNTH", tokens=3, value_dim=16),
         DecodeCase(page_size=16, cache_dtype="float8_e4m3fn", scales="page"),
         DecodeCase(cache_dtype="int8"),
+        DecodeCase(latent=True, value_dim=24, layout="BNTH"),
+        DecodeCase(latent=True, value_dim=24, cache_dtype="int8"),
     ],
     ids=str,
 )

@@ -413,6 +413,35 @@ def test_decode(platform, devices, where, kind, page_size):
     check_decode_results(case, arrays, out, lse)
 
 
+@pytest.mark.parametrize("page_size", [None, 8])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("where", ["batch", "heads"])
+def test_latent_decode(platform, devices, where, kind, page_size):
+    """Query heads shard over a cache of one key head that every device has whole."""
+    case = DECODE.replace(page_size=page_size, latent=True, kv_heads=1, value_dim=8)
+    case = platform.fit(case)
+    arrays = make_inputs(case)
+    row = P("y") if where == "batch" else P()
+    specs = dict(
+        query=row if where == "batch" else P(None, None, "y"),
+        key_cache=P() if page_size else row,
+        seq_lens=row,
+        page_table=row,
+    )
+    names = [n for n in arrays if n != "value_cache"]
+
+    def call(*xs):
+        named = dict(zip(names, xs, strict=True))
+        return jax_flashattn.decode(**named, value_cache=None, value_dim=8, return_lse=True)
+
+    mesh = mesh_of(devices, (1, len(devices)), kind)
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(arrays[n], NamedSharding(mesh, specs[n])) for n in names]
+        assert not collectives(call, *sharded)
+        out, lse = jax.jit(call)(*sharded)
+    check_decode_results(case, arrays, out, lse)
+
+
 def test_decode_in_shard_map(platform, devices):
     case = platform.fit(DECODE)
     arrays = make_inputs(case)

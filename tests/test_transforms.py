@@ -357,6 +357,24 @@ def test_vmap_of_8_bit_decode(platform, mapped, paged):
         check(outs[i], truth.decode(**arrays)[0], xla_decode(case, arrays))
 
 
+@pytest.mark.parametrize("mapped", [("key_cache",), ("query",), ("query", "key_cache", "seq_lens")])
+@pytest.mark.parametrize("page_size", [None, 8])
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_vmap_of_latent_decode(platform, mapped, page_size, cache_dtype):
+    case = DECODE.replace(latent=True, value_dim=8, page_size=page_size, cache_dtype=cache_dtype)
+    case = platform.fit(case)
+    calls = [make_inputs(case, seed=i, poison=False) for i in range(3)]
+    rest = {n: x for n, x in calls[0].items() if n not in mapped}
+    calls = [{n: c[n] for n in mapped} for c in calls]
+    outs = jax.vmap(lambda moving: jax_flashattn.decode(**moving, **rest, value_dim=8))(
+        {n: np.stack([c[n] for c in calls]) for n in mapped}
+    )
+    for out, moving in zip(outs, calls, strict=True):
+        arrays = moving | rest
+        oracles = truth.decode(**arrays, value_dim=8)[0], xla_decode(case, arrays)
+        check(out, *oracles)
+
+
 # --- everything else
 
 

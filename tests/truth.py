@@ -77,6 +77,7 @@ def decode_as_attention(
     seq_lens,
     *,
     layout="BTNH",
+    value_dim=None,
     page_table=None,
     key_scale=None,
     value_scale=None,
@@ -84,6 +85,8 @@ def decode_as_attention(
     **options,
 ):
     """The prefill operands and options (BTNH) that say the same as a decode call."""
+    if value_cache is None:
+        value_cache, value_scale = key_cache[..., :value_dim], key_scale
     query, key, value = (np.asarray(x, np.float64) for x in (query, key_cache, value_cache))
     if layout == "BNTH":
         query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
