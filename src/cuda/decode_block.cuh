@@ -7,9 +7,6 @@
 
 namespace flashattn {
 
-__device__ __forceinline__ int divide(int n, const FastDivisor& by) {
-  return static_cast<int>((__umulhi(n, by.multiplier) + static_cast<uint32_t>(n)) >> by.shift);
-}
 // Entry b of an operand with fewer batches: b % batches, whose division is hardly ever needed.
 __device__ __forceinline__ int batch_entry(int b, int batches) {
   return b < batches ? b : b % batches;
