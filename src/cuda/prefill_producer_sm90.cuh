@@ -25,6 +25,13 @@ class PrefillProducer {
                              PrefillShared<Tile>& shared)
       : maps_(maps), params_(params), grid_(grid), smem_(smem), shared_(shared), finder_(params) {}
 
+  // By the thread that loads, while others still prepare shared memory.
+  __device__ __forceinline__ void prepare() {
+    for (const CUtensorMap* map : {&maps_.k, &maps_.q, &maps_.v, &maps_.o})
+      tma_prefetch_descriptor(map);
+    if constexpr (!Tile::kAnyMask) first_work_ = work_of(blockIdx.x);
+  }
+
   __device__ __forceinline__ void run() {
     if constexpr (Tile::kAnyMask)
       load_found_blocks();
@@ -43,7 +50,7 @@ class PrefillProducer {
 
   __device__ __forceinline__ void load_ranges() {
     int tile = blockIdx.x;
-    TileWork work = work_of(tile);
+    TileWork work = first_work_;
     while (work.position >= 0) {
       // The first K goes ahead of the wait for the Q buffer, which may still be on its way out as
       // O.
@@ -236,6 +243,7 @@ class PrefillProducer {
   int q_stage_ = 0;
   uint32_t q_parity_ = 0;
   uint32_t block_ = 0;  // K/V blocks so far, through all tiles
+  TileWork first_work_;
   Finder finder_;
 };
 

@@ -44,7 +44,9 @@ template <class Tile>
 __device__ __forceinline__ void clear_left_over_rows(const TileGrid& grid, PrefillSmem<Tile> smem) {
   const int filled = grid.warpgroup_positions * grid.packed_heads;
   if (filled == kWarpgroupRows) return;
+#pragma unroll 1
   for (int i = 0; i < Tile::kQStages * Tile::kWarpgroups * Tile::kChunks; ++i)
+#pragma unroll 1
     for (int byte = filled * 128 + threadIdx.x * 16; byte < Tile::kQChunkBytes;
          byte += Tile::kTile.threads() * 16)
       store_shared_16(smem.base + i * Tile::kQChunkBytes + byte, uint4{});
@@ -60,15 +62,17 @@ __global__ void __launch_bounds__(Tile::kTile.threads(), 1)
   extern __shared__ __align__(1024) char tiles[];
   __shared__ PrefillShared<Tile> shared;
   const PrefillSmem<Tile> smem{(shared_address(tiles) + 1023) & ~1023u};
-  if (threadIdx.x == 0) init_prefill_barriers<Tile>(shared.barriers, grid.inspect);
+  PrefillProducer<Tile> producer(maps, params, grid, smem, shared);
+  // Side by side: nothing of this is worth waiting for.
+  if (threadIdx.x == 0) producer.prepare();
+  if (threadIdx.x == 32) init_prefill_barriers<Tile>(shared.barriers, grid.inspect);
   clear_left_over_rows(grid, smem);
   __syncthreads();
 
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<Tile::kTile.producer_registers()>();
-    if (threadIdx.x < PrefillProducer<Tile>::kThreads)
-      PrefillProducer<Tile>(maps, params, grid, smem, shared).run();
+    if (threadIdx.x < PrefillProducer<Tile>::kThreads) producer.run();
     if (threadIdx.x == 32 && grid.counter != nullptr) {
       claim_counter(grid);
       mbarrier_arrive(shared_address(&shared.barriers.counter_claimed));
