@@ -38,10 +38,11 @@ class PrefillConsumer {
     if (warpgroup_ == Tile::kWarpgroups - 1) pass_turn();
     while (true) {
       mbarrier_wait(shared_address(&shared_.barriers.q_full[q_stage_][warpgroup_]), q_parity_);
-      const volatile TileWork& work = shared_.work[q_stage_];
-      if (work.position < 0) break;
-      if (work.blocks > 0)
-        attend(work);
+      const TileWork& work = shared_.work[q_stage_];
+      const TileWalk walk = load_part<TileWalk>(work);
+      if (walk.position < 0) break;
+      if (walk.blocks > 0)
+        attend(walk);
       else
         attend_to_nothing();
       finish_tile(work);
@@ -63,17 +64,17 @@ class PrefillConsumer {
   static __device__ float exponent_scale(const ShapeScale&) { return 1.f; }
 
   // ---- a tile
-  __device__ __forceinline__ void attend(const volatile TileWork& work) {
+  __device__ __forceinline__ void attend(const TileWalk& walk) {
     if constexpr (Tile::kAnyMask)
-      attend_to_found_blocks(work);
+      attend_to_found_blocks(walk);
     else
-      attend_to_range(work);
+      attend_to_range(walk);
   }
 
-  __device__ __forceinline__ void attend_to_range(const volatile TileWork& work) {
-    const int unmasked = work.unmasked_blocks;
-    int n = work.blocks - 1;
-    first_block(work, n);
+  __device__ __forceinline__ void attend_to_range(const TileWalk& walk) {
+    const int unmasked = walk.unmasked_blocks;
+    int n = walk.blocks - 1;
+    first_block(walk, n);
     --n;
     bool p_is_in_b = false;
     // Two steps at a time where P has two copies: moving one to the other would serialise the
@@ -110,9 +111,9 @@ class PrefillConsumer {
 
   // The blocks come with what is to be done to them. Each step is closed before it is decided which
   // one follows.
-  __device__ __forceinline__ void attend_to_found_blocks(const volatile TileWork& work) {
+  __device__ __forceinline__ void attend_to_found_blocks(const TileWalk& walk) {
     bool p_is_in_b = false;
-    first_block(work, 0);
+    first_block(walk, 0);
 #pragma unroll 1
     while (!was_last_) {
       step_to_found_block(p_a_regs_, kDoubleP ? p_b_regs_ : p_a_regs_);
@@ -145,8 +146,8 @@ class PrefillConsumer {
     for (float& o : o_regs_) o = 0.f;
   }
 
-  __device__ __forceinline__ void first_block(const volatile TileWork& work, int n) {
-    if constexpr (!Tile::kAnyMask) set_row_limits(work);
+  __device__ __forceinline__ void first_block(const TileWalk& walk, int n) {
+    if constexpr (!Tile::kAnyMask) set_row_limits(walk);
     q_low_ = descriptor_low_k_major(smem_.q(q_stage_, warpgroup_));
     wait_k(block_);
     if constexpr (Tile::kAnyMask) {
@@ -170,7 +171,7 @@ class PrefillConsumer {
       note_rows_without_key(rows_);
     } else {
       const VisibleColumns visible = visible_columns(n);
-      if (n >= work.unmasked_blocks) mask_columns<Tile::kCausal>(s_regs_, visible);
+      if (n >= walk.unmasked_blocks) mask_columns<Tile::kCausal>(s_regs_, visible);
       softmax_first<Tile::kCausal>(s_regs_, rows_, scale_log2_, visible);
     }
     wait_next_k(n, block_ + 1);
@@ -307,20 +308,29 @@ class PrefillConsumer {
   }
   // False for the rows that are left over where the packed heads do not divide 64.
   __device__ bool is_row(int half) const { return row_position(half) < grid_.warpgroup_positions; }
-  __device__ int first_position(const volatile TileWork& work) const {
-    return work.position + warpgroup_ * grid_.warpgroup_positions;
+  // Of the warpgroup, of the tile's.
+  __device__ int first_position(int position) const {
+    return position + warpgroup_ * grid_.warpgroup_positions;
+  }
+  __device__ int position() const {
+    const volatile TileWork& work = shared_.work[q_stage_];
+    return work.position;
+  }
+  __device__ int shift() const {
+    const volatile TileWork& work = shared_.work[q_stage_];
+    return work.shift;
   }
 
   // Made anew for each use: what few steps need is not to occupy registers in all of them.
   __device__ __forceinline__ RowMasks row_masks() const {
     const volatile TileWork& work = shared_.work[q_stage_];
-    const int first = first_position(work);
+    const int first = first_position(work.position);
     return {params_, work, first + row_position(0), first + row_position(1)};
   }
   __device__ __forceinline__ void shape_scores(int n) {
     if constexpr (Tile::kShaped) {
       const volatile TileWork& work = shared_.work[q_stage_];
-      const int first = first_position(work);
+      const int first = first_position(work.position);
       ScoreShape(params_, scale_, work, first + row_position(0), first + row_position(1))
           .apply(s_regs_, n * Tile::kBlockKv);
     }
@@ -331,8 +341,9 @@ class PrefillConsumer {
     else
       mask_columns<false>(s_regs_, visible_columns(n));
   }
-  __device__ __forceinline__ void set_row_limits(const volatile TileWork& work) {
-    const int last_key = work.kv_len - 1, diagonal = first_position(work) + work.shift;
+  __device__ __forceinline__ void set_row_limits(const TileWalk& walk) {
+    const int last_key = walk.kv_len - 1;
+    const int diagonal = Tile::kCausal ? first_position(walk.position) + shift() : 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       last_key_[half] = Tile::kCausal ? min(diagonal + row_position(half), last_key) : last_key;
@@ -378,9 +389,10 @@ class PrefillConsumer {
   }
 
   // ---- the end of a tile: O / sum through this warpgroup's own Q rows to memory
-  __device__ __forceinline__ void finish_tile(const volatile TileWork& work) {
-    const int batch = work.batch, head = work.head, q_len = work.q_len;
-    const int first = first_position(work);
+  __device__ __forceinline__ void finish_tile(const TileWork& work) {
+    const TilePlace place = load_part<TilePlace>(work);
+    const int batch = place.batch, head = place.head, q_len = place.q_len;
+    const int first = first_position(position());
     // Early where it is the longer way: less is in registers then.
     if (Tile::kAnyMask && shared_.v_not_finite[q_stage_]) see_not_finite(work);
     float inverse[2];
@@ -442,7 +454,7 @@ class PrefillConsumer {
 
   // Adds the values that the inspector took out to the rows that see them. Rare, so from memory.
   // Values of other blocks in the range are in the product already, and add nothing new.
-  __device__ __forceinline__ void see_not_finite(const volatile TileWork& work) {
+  __device__ __forceinline__ void see_not_finite(const TileWork& work) {
     const T* v = static_cast<const T*>(params_.v.data) +
                  params_.v.offset(work.v_batch, 0, work.kv_head) + lane() % 4 * 2;
     const KeyRange keys = inspected_keys(work);
@@ -470,7 +482,7 @@ class PrefillConsumer {
       if (!isfinite(value) && (i / 2 % 2 == 0 ? seen0 : seen1)) o_regs_[i] += value;
     }
   }
-  __device__ __forceinline__ KeyRange inspected_keys(const volatile TileWork& work) const {
+  __device__ __forceinline__ KeyRange inspected_keys(const TileWork& work) const {
     if constexpr (Tile::kAnyMask) {
       return {shared_.first_not_finite[q_stage_] * Tile::kBlockKv,
               min(shared_.end_not_finite[q_stage_] * Tile::kBlockKv, work.kv_len)};

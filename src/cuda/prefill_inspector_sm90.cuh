@@ -56,16 +56,17 @@ class PrefillInspector {
     uint32_t q_parity = 0, block = 0;  // K/V blocks so far, through all tiles
     while (true) {
       mbarrier_wait(shared_address(&shared_.barriers.q_full[q_stage][0]), q_parity);
-      const volatile TileWork& work = shared_.work[q_stage];
-      if (work.position < 0) return;
+      const TileWalk walk = load_part<TileWalk>(shared_.work[q_stage]);
+      if (walk.position < 0) return;
       if constexpr (Tile::kAnyMask) {
-        if (work.blocks > 0) follow_tile(block, work.kv_len, q_stage);
-        named_barrier_sync(kInspectors, kThreads);  // for all to have read `work`
+        if (walk.blocks > 0) follow_tile(block, walk.kv_len, q_stage);
+        named_barrier_sync(kInspectors, kThreads);  // for all to have read `walk`
       } else {
-        const uint32_t next_tile = block + work.blocks;
+        const int first_inspected = shared_.work[q_stage].first_inspected;
+        const uint32_t next_tile = block + walk.blocks;
 #pragma unroll 1
-        for (int n = work.blocks - 1; n >= work.first_inspected; --n)
-          inspect(ring_stage(block++), work.kv_len - n * Tile::kBlockKv,
+        for (int n = walk.blocks - 1; n >= first_inspected; --n)
+          inspect(ring_stage(block++), walk.kv_len - n * Tile::kBlockKv,
                   &shared_.v_not_finite[q_stage]);
         block = next_tile;
       }

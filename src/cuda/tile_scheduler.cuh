@@ -60,18 +60,23 @@ __device__ inline int fetch_tile(const TileGrid& grid) {
   return static_cast<int>(gridDim.x) + count;
 }
 
-// What the consumers need to know of a tile. The kernels that serve any mask learn of blocks one by
-// one (BlockFinder): there `blocks` says where the walk begins, and the two counts after it
-// nothing.
-struct TileWork {
+// What the others need to know of a tile, in parts that one load fetches each. The kernels that
+// serve any mask learn of blocks one by one (BlockFinder): there `blocks` says where the walk
+// begins, and `unmasked_blocks` and `first_inspected` nothing.
+struct alignas(16) TileWalk {
   int position;         // first query position; negative: no more tiles
   int blocks;           // key blocks [0, blocks), taken from last to first; 0: no row sees a key
   int unmasked_blocks;  // every row sees all of blocks [0, unmasked_blocks), and met a key before
+  int kv_len;           // of the sequence
+};
+struct alignas(16) TilePlace {
+  int batch, head;  // of the call; head counts groups when heads are packed
+  int q_len;        // of the sequence
+  int shift;        // row i sees keys up to i + shift (causal)
+};
+struct TileWork : TileWalk, TilePlace {
   int first_inspected;  // blocks [first_inspected, blocks) of V go through the inspector
-  int batch, head;      // of the call; head counts groups when heads are packed
   int kv_head, q_batch, k_batch, v_batch;  // where the operands lie
-  int q_len, kv_len;                       // of the sequence
-  int shift;                               // row i sees keys up to i + shift (causal)
 };
 
 // All of a tile but its blocks. `last_first`: the longest tiles of a head are its last.
