@@ -391,33 +391,36 @@ class PrefillConsumer {
   // ---- the end of a tile: O / sum through this warpgroup's own Q rows to memory
   __device__ __forceinline__ void finish_tile(const TileWork& work) {
     const TilePlace place = load_part<TilePlace>(work);
-    const int batch = place.batch, head = place.head, q_len = place.q_len;
     const int first = first_position(position());
+    const bool v_not_finite = shared_.v_not_finite[q_stage_];
     // Early where it is the longer way: less is in registers then.
-    if (Tile::kAnyMask && shared_.v_not_finite[q_stage_]) see_not_finite(work);
+    if (Tile::kAnyMask && v_not_finite) see_not_finite(work);
+    float weight[2] = {1.f, 1.f};
+    if constexpr (Tile::kAnyMask) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        weight[half] = add_sink(half, place.batch, query_head(place.head, half));
+    }
+    quad_sums(rows_.sum);
     float inverse[2];
     bool empty[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float weight = 1.f;
-      if constexpr (Tile::kAnyMask) weight = add_sink(half, batch, query_head(head, half));
-      const float sum = quad_sum(rows_.sum[half]);
-      const int position = first + row_position(half);
-      empty[half] = position >= q_len || sum == 0.f || !is_row(half);
-      inverse[half] = weight * rcp_approx(sum);
-      if (lane() % 4 == 0 && position < params_.problem.q_len && is_row(half))
-        store_lse(batch, position, query_head(head, half),
-                  empty[half] ? -INFINITY : (rows_.ref[half] + log2_approx(sum)) * kLn2);
+      empty[half] =
+          first + row_position(half) >= place.q_len || rows_.sum[half] == 0.f || !is_row(half);
+      inverse[half] = empty[half] ? 0.f : weight[half] * rcp_approx(rows_.sum[half]);
     }
-    const uint32_t q_smem = smem_.q(q_stage_, warpgroup_);
-    if (!Tile::kAnyMask && shared_.v_not_finite[q_stage_]) see_not_finite(work);
+    const bool rare = empty[0] || empty[1] || (!Tile::kAnyMask && v_not_finite);
+    if (__any_sync(kWholeWarp, rare)) {
+      if (!Tile::kAnyMask && v_not_finite) see_not_finite(work);
 #pragma unroll
-    for (int i = 0; i < Tile::kHeadDim / 2; ++i) o_regs_[i] *= inverse[i / 2 % 2];
-    if (__any_sync(kWholeWarp, empty[0] || empty[1])) {  // multiplied, they may be NaN
-#pragma unroll
-      for (int i = 0; i < Tile::kHeadDim / 2; ++i)
+      for (int i = 0; i < Tile::kHeadDim / 2; ++i)  // multiplied, they may be NaN
         if (empty[i / 2 % 2]) o_regs_[i] = 0.f;
     }
+    if (params_.lse.data != nullptr) store_lse(place, first, empty);
+    const uint32_t q_smem = smem_.q(q_stage_, warpgroup_);
+#pragma unroll
+    for (int i = 0; i < Tile::kHeadDim / 2; ++i) o_regs_[i] *= inverse[i / 2 % 2];
 #pragma unroll
     for (int k = 0; k < Tile::kHeadDim / 16; ++k) {
       const float* o = o_regs_ + 8 * k;
@@ -429,8 +432,8 @@ class PrefillConsumer {
     if (thread() == 0) {
 #pragma unroll
       for (int chunk = 0; chunk < Tile::kChunks; ++chunk)
-        tma_store_packed(&maps_.o, q_smem + chunk * Tile::kQChunkBytes, chunk * 64, first, head,
-                         batch);
+        tma_store_packed(&maps_.o, q_smem + chunk * Tile::kQChunkBytes, chunk * 64, first,
+                         place.head, place.batch);
       bulk_commit();
     }
     unreleased_q_ = shared_address(&shared_.barriers.q_empty[q_stage_]);
@@ -469,14 +472,14 @@ class PrefillConsumer {
     }
   }
   __device__ __forceinline__ void see_value(const T* v, bool seen0, bool seen1) {
-    if (Tile::kAnyMask && !__any_sync(kWholeWarp, seen0 || seen1)) return;
+    if (!__any_sync(kWholeWarp, seen0 || seen1)) return;
     int head_dim = params_.problem.head_dim;
-    if constexpr (Tile::kAnyMask) opaque(head_dim);  // else predicates are kept for all columns
+    opaque(head_dim);  // else predicates are kept for all columns
 #pragma unroll
     for (int i = 0; i < Tile::kHeadDim / 2; ++i) {
       const int column = i / 4 * 8 + i % 2;
       // A branch, without which the compiler loads everything at once and spills for it.
-      if (Tile::kAnyMask && i % 16 == 0 && column >= head_dim) break;
+      if (i % 16 == 0 && column >= head_dim) break;
       if (column + lane() % 4 * 2 >= head_dim) continue;
       const float value = static_cast<float>(v[column]);
       if (!isfinite(value) && (i / 2 % 2 == 0 ? seen0 : seen1)) o_regs_[i] += value;
@@ -487,13 +490,33 @@ class PrefillConsumer {
       return {shared_.first_not_finite[q_stage_] * Tile::kBlockKv,
               min(shared_.end_not_finite[q_stage_] * Tile::kBlockKv, work.kv_len)};
     } else {
-      return {work.first_inspected * Tile::kBlockKv, max(last_key_[0], last_key_[1]) + 1};
+      return {work.first_inspected * Tile::kBlockKv,
+              __shfl_sync(kWholeWarp, last_key_[1], 31) + 1};  // of the warp's last row
     }
   }
 
-  __device__ __forceinline__ void store_lse(int batch, int position, int head, float value) {
-    if (params_.lse.data == nullptr) return;
-    static_cast<float*>(params_.lse.data)[params_.lse.offset(batch, position, head)] = value;
+  __device__ __forceinline__ void store_lse(const TilePlace& place, int first,
+                                            const bool (&empty)[2]) {
+    const Rows& rows = params_.lse;
+    // Of numbers that are not negative: half the instructions of a product with its sign.
+    const auto offset = [&](uint32_t position, uint32_t head) {
+      return position * rows.seq + head * rows.head;
+    };
+    float* const lse = static_cast<float*>(rows.data) +
+                       static_cast<uint32_t>(place.batch) * rows.batch +
+                       offset(first, place.head * grid_.packed_heads);
+    if (lane() % 4 != 0) return;
+    float value[2];
+    int64_t of_row[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      value[half] =
+          empty[half] ? -INFINITY : (rows_.ref[half] + log2_approx(rows_.sum[half])) * kLn2;
+      of_row[half] = offset(row_position(half), packed_head(half));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (first + row_position(half) < grid_.q_len && is_row(half)) lse[of_row[half]] = value[half];
   }
 
   // The Q buffer of the tile before, once its O has left it: late, so that nobody waits for the
