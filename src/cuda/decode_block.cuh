@@ -66,7 +66,7 @@ __device__ __forceinline__ int divide(int n, const FastDivisor& by) {
 }
 // Operands that vmap does not map have fewer batches than the call and are read again.
 __device__ __forceinline__ int batch_entry(int b, const FastDivisor& batches) {
-  return b - divide(b, batches) * static_cast<int>(batches.divisor);
+  return remainder(b, batches);
 }
 
 // A scale of 0 would turn the -inf of a masked score into NaN; this one gives the same weights.

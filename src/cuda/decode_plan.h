@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "fast_divisor.h"
 #include "params.h"
 
 namespace flashattn {
@@ -104,17 +105,6 @@ constexpr DecodeSmem decode_smem(int head_dim, int cache_width, int column_block
   smem.total = smem.scales + warps * stages * decode_scale_bytes(row_bytes, cache_width);
   return smem;
 }
-
-// n / divisor for 0 <= n < 2^31 by one high multiplication.
-struct FastDivisor {
-  uint32_t divisor = 1, multiplier = 1, shift = 0;
-
-  constexpr FastDivisor() = default;
-  constexpr explicit FastDivisor(int d) : divisor(d) {
-    while ((uint64_t{1} << shift) < divisor) ++shift;
-    multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
-  }
-};
 
 // ---- Plan
 

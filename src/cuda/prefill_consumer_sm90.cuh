@@ -38,10 +38,11 @@ class PrefillConsumer {
     if (warpgroup_ == Tile::kWarpgroups - 1) pass_turn();
     while (true) {
       mbarrier_wait(shared_address(&shared_.barriers.q_full[q_stage_][warpgroup_]), q_parity_);
-      const volatile TileWork& work = shared_.work[q_stage_];
-      if (work.position < 0) break;
-      if (work.blocks > 0)
-        attend(work);
+      const TileWork& work = shared_.work[q_stage_];
+      const TileWalk walk = load_part<TileWalk>(work);
+      if (walk.position < 0) break;
+      if (walk.blocks > 0)
+        attend(walk);
       else
         attend_to_nothing();
       finish_tile(work);
@@ -63,17 +64,17 @@ class PrefillConsumer {
   static __device__ float exponent_scale(const ShapeScale&) { return 1.f; }
 
   // ---- a tile
-  __device__ __forceinline__ void attend(const volatile TileWork& work) {
+  __device__ __forceinline__ void attend(const TileWalk& walk) {
     if constexpr (Tile::kAnyMask)
-      attend_to_found_blocks(work);
+      attend_to_found_blocks(walk);
     else
-      attend_to_range(work);
+      attend_to_range(walk);
   }
 
-  __device__ __forceinline__ void attend_to_range(const volatile TileWork& work) {
-    const int unmasked = work.unmasked_blocks;
-    int n = work.blocks - 1;
-    first_block(work, n);
+  __device__ __forceinline__ void attend_to_range(const TileWalk& walk) {
+    const int unmasked = walk.unmasked_blocks;
+    int n = walk.blocks - 1;
+    first_block(walk, n);
     --n;
     bool p_is_in_b = false;
     // Two steps at a time where P has two copies: moving one to the other would serialise the
@@ -110,9 +111,9 @@ class PrefillConsumer {
 
   // The blocks come with what is to be done to them. Each step is closed before it is decided which
   // one follows.
-  __device__ __forceinline__ void attend_to_found_blocks(const volatile TileWork& work) {
+  __device__ __forceinline__ void attend_to_found_blocks(const TileWalk& walk) {
     bool p_is_in_b = false;
-    first_block(work, 0);
+    first_block(walk, 0);
 #pragma unroll 1
     while (!was_last_) {
       step_to_found_block(p_a_regs_, kDoubleP ? p_b_regs_ : p_a_regs_);
@@ -145,8 +146,8 @@ class PrefillConsumer {
     for (float& o : o_regs_) o = 0.f;
   }
 
-  __device__ __forceinline__ void first_block(const volatile TileWork& work, int n) {
-    if constexpr (!Tile::kAnyMask) set_row_limits(work);
+  __device__ __forceinline__ void first_block(const TileWalk& walk, int n) {
+    if constexpr (!Tile::kAnyMask) set_row_limits(walk);
     q_low_ = descriptor_low_k_major(smem_.q(q_stage_, warpgroup_));
     wait_k(block_);
     if constexpr (Tile::kAnyMask) {
@@ -170,7 +171,7 @@ class PrefillConsumer {
       note_rows_without_key(rows_);
     } else {
       const VisibleColumns visible = visible_columns(n);
-      if (n >= work.unmasked_blocks) mask_columns<Tile::kCausal>(s_regs_, visible);
+      if (n >= walk.unmasked_blocks) mask_columns<Tile::kCausal>(s_regs_, visible);
       softmax_first<Tile::kCausal>(s_regs_, rows_, scale_log2_, visible);
     }
     wait_next_k(n, block_ + 1);
@@ -307,20 +308,29 @@ class PrefillConsumer {
   }
   // False for the rows that are left over where the packed heads do not divide 64.
   __device__ bool is_row(int half) const { return row_position(half) < grid_.warpgroup_positions; }
-  __device__ int first_position(const volatile TileWork& work) const {
-    return work.position + warpgroup_ * grid_.warpgroup_positions;
+  // Of the warpgroup, of the tile's.
+  __device__ int first_position(int position) const {
+    return position + warpgroup_ * grid_.warpgroup_positions;
+  }
+  __device__ int position() const {
+    const volatile TileWork& work = shared_.work[q_stage_];
+    return work.position;
+  }
+  __device__ int shift() const {
+    const volatile TileWork& work = shared_.work[q_stage_];
+    return work.shift;
   }
 
   // Made anew for each use: what few steps need is not to occupy registers in all of them.
   __device__ __forceinline__ RowMasks row_masks() const {
     const volatile TileWork& work = shared_.work[q_stage_];
-    const int first = first_position(work);
+    const int first = first_position(work.position);
     return {params_, work, first + row_position(0), first + row_position(1)};
   }
   __device__ __forceinline__ void shape_scores(int n) {
     if constexpr (Tile::kShaped) {
       const volatile TileWork& work = shared_.work[q_stage_];
-      const int first = first_position(work);
+      const int first = first_position(work.position);
       ScoreShape(params_, scale_, work, first + row_position(0), first + row_position(1))
           .apply(s_regs_, n * Tile::kBlockKv);
     }
@@ -331,8 +341,9 @@ class PrefillConsumer {
     else
       mask_columns<false>(s_regs_, visible_columns(n));
   }
-  __device__ __forceinline__ void set_row_limits(const volatile TileWork& work) {
-    const int last_key = work.kv_len - 1, diagonal = first_position(work) + work.shift;
+  __device__ __forceinline__ void set_row_limits(const TileWalk& walk) {
+    const int last_key = walk.kv_len - 1;
+    const int diagonal = Tile::kCausal ? first_position(walk.position) + shift() : 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       last_key_[half] = Tile::kCausal ? min(diagonal + row_position(half), last_key) : last_key;
@@ -378,34 +389,38 @@ class PrefillConsumer {
   }
 
   // ---- the end of a tile: O / sum through this warpgroup's own Q rows to memory
-  __device__ __forceinline__ void finish_tile(const volatile TileWork& work) {
-    const int batch = work.batch, head = work.head, q_len = work.q_len;
-    const int first = first_position(work);
+  __device__ __forceinline__ void finish_tile(const TileWork& work) {
+    const TilePlace place = load_part<TilePlace>(work);
+    const int first = first_position(position());
+    const bool v_not_finite = shared_.v_not_finite[q_stage_];
     // Early where it is the longer way: less is in registers then.
-    if (Tile::kAnyMask && shared_.v_not_finite[q_stage_]) see_not_finite(work);
+    if (Tile::kAnyMask && v_not_finite) see_not_finite(work);
+    float weight[2] = {1.f, 1.f};
+    if constexpr (Tile::kAnyMask) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        weight[half] = add_sink(half, place.batch, query_head(place.head, half));
+    }
+    quad_sums(rows_.sum);
     float inverse[2];
     bool empty[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float weight = 1.f;
-      if constexpr (Tile::kAnyMask) weight = add_sink(half, batch, query_head(head, half));
-      const float sum = quad_sum(rows_.sum[half]);
-      const int position = first + row_position(half);
-      empty[half] = position >= q_len || sum == 0.f || !is_row(half);
-      inverse[half] = weight * rcp_approx(sum);
-      if (lane() % 4 == 0 && position < params_.problem.q_len && is_row(half))
-        store_lse(batch, position, query_head(head, half),
-                  empty[half] ? -INFINITY : (rows_.ref[half] + log2_approx(sum)) * kLn2);
+      empty[half] =
+          first + row_position(half) >= place.q_len || rows_.sum[half] == 0.f || !is_row(half);
+      inverse[half] = empty[half] ? 0.f : weight[half] * rcp_approx(rows_.sum[half]);
     }
-    const uint32_t q_smem = smem_.q(q_stage_, warpgroup_);
-    if (!Tile::kAnyMask && shared_.v_not_finite[q_stage_]) see_not_finite(work);
+    const bool rare = empty[0] || empty[1] || (!Tile::kAnyMask && v_not_finite);
+    if (__any_sync(kWholeWarp, rare)) {
+      if (!Tile::kAnyMask && v_not_finite) see_not_finite(work);
 #pragma unroll
-    for (int i = 0; i < Tile::kHeadDim / 2; ++i) o_regs_[i] *= inverse[i / 2 % 2];
-    if (__any_sync(kWholeWarp, empty[0] || empty[1])) {  // multiplied, they may be NaN
-#pragma unroll
-      for (int i = 0; i < Tile::kHeadDim / 2; ++i)
+      for (int i = 0; i < Tile::kHeadDim / 2; ++i)  // multiplied, they may be NaN
         if (empty[i / 2 % 2]) o_regs_[i] = 0.f;
     }
+    if (params_.lse.data != nullptr) store_lse(place, first, empty);
+    const uint32_t q_smem = smem_.q(q_stage_, warpgroup_);
+#pragma unroll
+    for (int i = 0; i < Tile::kHeadDim / 2; ++i) o_regs_[i] *= inverse[i / 2 % 2];
 #pragma unroll
     for (int k = 0; k < Tile::kHeadDim / 16; ++k) {
       const float* o = o_regs_ + 8 * k;
@@ -417,8 +432,8 @@ class PrefillConsumer {
     if (thread() == 0) {
 #pragma unroll
       for (int chunk = 0; chunk < Tile::kChunks; ++chunk)
-        tma_store_packed(&maps_.o, q_smem + chunk * Tile::kQChunkBytes, chunk * 64, first, head,
-                         batch);
+        tma_store_packed(&maps_.o, q_smem + chunk * Tile::kQChunkBytes, chunk * 64, first,
+                         place.head, place.batch);
       bulk_commit();
     }
     unreleased_q_ = shared_address(&shared_.barriers.q_empty[q_stage_]);
@@ -442,7 +457,7 @@ class PrefillConsumer {
 
   // Adds the values that the inspector took out to the rows that see them. Rare, so from memory.
   // Values of other blocks in the range are in the product already, and add nothing new.
-  __device__ __forceinline__ void see_not_finite(const volatile TileWork& work) {
+  __device__ __forceinline__ void see_not_finite(const TileWork& work) {
     const T* v = static_cast<const T*>(params_.v.data) +
                  params_.v.offset(work.v_batch, 0, work.kv_head) + lane() % 4 * 2;
     const KeyRange keys = inspected_keys(work);
@@ -457,31 +472,51 @@ class PrefillConsumer {
     }
   }
   __device__ __forceinline__ void see_value(const T* v, bool seen0, bool seen1) {
-    if (Tile::kAnyMask && !__any_sync(kWholeWarp, seen0 || seen1)) return;
+    if (!__any_sync(kWholeWarp, seen0 || seen1)) return;
     int head_dim = params_.problem.head_dim;
-    if constexpr (Tile::kAnyMask) opaque(head_dim);  // else predicates are kept for all columns
+    opaque(head_dim);  // else predicates are kept for all columns
 #pragma unroll
     for (int i = 0; i < Tile::kHeadDim / 2; ++i) {
       const int column = i / 4 * 8 + i % 2;
       // A branch, without which the compiler loads everything at once and spills for it.
-      if (Tile::kAnyMask && i % 16 == 0 && column >= head_dim) break;
+      if (i % 16 == 0 && column >= head_dim) break;
       if (column + lane() % 4 * 2 >= head_dim) continue;
       const float value = static_cast<float>(v[column]);
       if (!isfinite(value) && (i / 2 % 2 == 0 ? seen0 : seen1)) o_regs_[i] += value;
     }
   }
-  __device__ __forceinline__ KeyRange inspected_keys(const volatile TileWork& work) const {
+  __device__ __forceinline__ KeyRange inspected_keys(const TileWork& work) const {
     if constexpr (Tile::kAnyMask) {
       return {shared_.first_not_finite[q_stage_] * Tile::kBlockKv,
               min(shared_.end_not_finite[q_stage_] * Tile::kBlockKv, work.kv_len)};
     } else {
-      return {work.first_inspected * Tile::kBlockKv, max(last_key_[0], last_key_[1]) + 1};
+      return {work.first_inspected * Tile::kBlockKv,
+              __shfl_sync(kWholeWarp, last_key_[1], 31) + 1};  // of the warp's last row
     }
   }
 
-  __device__ __forceinline__ void store_lse(int batch, int position, int head, float value) {
-    if (params_.lse.data == nullptr) return;
-    static_cast<float*>(params_.lse.data)[params_.lse.offset(batch, position, head)] = value;
+  __device__ __forceinline__ void store_lse(const TilePlace& place, int first,
+                                            const bool (&empty)[2]) {
+    const Rows& rows = params_.lse;
+    // Of numbers that are not negative: half the instructions of a product with its sign.
+    const auto offset = [&](uint32_t position, uint32_t head) {
+      return position * rows.seq + head * rows.head;
+    };
+    float* const lse = static_cast<float*>(rows.data) +
+                       static_cast<uint32_t>(place.batch) * rows.batch +
+                       offset(first, place.head * grid_.packed_heads);
+    if (lane() % 4 != 0) return;
+    float value[2];
+    int64_t of_row[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      value[half] =
+          empty[half] ? -INFINITY : (rows_.ref[half] + log2_approx(rows_.sum[half])) * kLn2;
+      of_row[half] = offset(row_position(half), packed_head(half));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (first + row_position(half) < grid_.q_len && is_row(half)) lse[of_row[half]] = value[half];
   }
 
   // The Q buffer of the tile before, once its O has left it: late, so that nobody waits for the

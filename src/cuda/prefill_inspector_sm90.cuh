@@ -56,16 +56,17 @@ class PrefillInspector {
     uint32_t q_parity = 0, block = 0;  // K/V blocks so far, through all tiles
     while (true) {
       mbarrier_wait(shared_address(&shared_.barriers.q_full[q_stage][0]), q_parity);
-      const volatile TileWork& work = shared_.work[q_stage];
-      if (work.position < 0) return;
+      const TileWalk walk = load_part<TileWalk>(shared_.work[q_stage]);
+      if (walk.position < 0) return;
       if constexpr (Tile::kAnyMask) {
-        if (work.blocks > 0) follow_tile(block, work.kv_len, q_stage);
-        named_barrier_sync(kInspectors, kThreads);  // for all to have read `work`
+        if (walk.blocks > 0) follow_tile(block, walk.kv_len, q_stage);
+        named_barrier_sync(kInspectors, kThreads);  // for all to have read `walk`
       } else {
-        const uint32_t next_tile = block + work.blocks;
+        const int first_inspected = shared_.work[q_stage].first_inspected;
+        const uint32_t next_tile = block + walk.blocks;
 #pragma unroll 1
-        for (int n = work.blocks - 1; n >= work.first_inspected; --n)
-          inspect(ring_stage(block++), work.kv_len - n * Tile::kBlockKv,
+        for (int n = walk.blocks - 1; n >= first_inspected; --n)
+          inspect(ring_stage(block++), walk.kv_len - n * Tile::kBlockKv,
                   &shared_.v_not_finite[q_stage]);
         block = next_tile;
       }
@@ -78,7 +79,14 @@ class PrefillInspector {
   }
 
  private:
-  static constexpr int kPieces = Tile::kKvBytes / 16;
+  static constexpr int kPieces = Tile::kKvBytes / 16, kRounds = kPieces / kThreads;
+  // Loads in flight: as many as there are registers for, if that divides the rounds.
+  static constexpr int batch_of_rounds() {
+    int batch = Tile::kTile.producer_registers() >= 40 ? 7 : 4;
+    while (kRounds % batch != 0) --batch;
+    return batch;
+  }
+  static constexpr int kBatch = batch_of_rounds();
 
   __device__ int thread() const { return threadIdx.x - 32; }
 
@@ -113,14 +121,17 @@ class PrefillInspector {
   }
   // `rows` of the block are keys of the sequence.
   __device__ __forceinline__ void clean(uint32_t v_smem, int rows, bool* v_not_finite) {
-    if (rows < Tile::kBlockKv) clear_rows_from(v_smem, rows);
+    if (rows < Tile::kBlockKv) {
+      clear_rows_from(v_smem, rows);
+      fence_async_proxy();
+    }
     if (own_share_has_not_finite(v_smem)) {
       *v_not_finite = true;
       clear_not_finite(v_smem);
+      fence_async_proxy();
     }
   }
   __device__ __forceinline__ void pass_on(uint32_t stage) {
-    fence_async_proxy();
     __syncwarp();
     named_barrier_sync(kInspectors, kThreads);
     if (thread() == 0) mbarrier_arrive(shared_address(&shared_.barriers.v_full[stage]));
@@ -134,19 +145,27 @@ class PrefillInspector {
         store_shared_16(v_smem + piece * 16, uint4{});
   }
   __device__ __forceinline__ bool own_share_has_not_finite(uint32_t v_smem) {
+    uint32_t address = v_smem + thread() * 16;
     uint32_t sums[4] = {0, 0, 0, 0};
-    const auto add_piece = [&](int piece) {
-      const uint4 v = load_shared_16(v_smem + piece * 16);
-      sums[0] = zero_times_plus<T>(v.x, sums[0]);
-      sums[1] = zero_times_plus<T>(v.y, sums[1]);
-      sums[2] = zero_times_plus<T>(v.z, sums[2]);
-      sums[3] = zero_times_plus<T>(v.w, sums[3]);
-    };
-    constexpr int kRounds = kPieces / kThreads;
-#pragma unroll 4
-    for (int i = 0; i < kRounds; ++i) add_piece(thread() + i * kThreads);
-    if (thread() < kPieces - kRounds * kThreads) add_piece(thread() + kRounds * kThreads);
+#pragma unroll 1
+    for (int round = 0; round < kRounds; round += kBatch) add_pieces<kBatch>(address, sums);
+    if (thread() < kPieces - kRounds * kThreads) add_pieces<1>(address, sums);
     return any_not_finite<T>({sums[0], sums[1], sums[2], sums[3]});
+  }
+  // All loads first: one after the other, each would be waited for.
+  template <int N>
+  __device__ __forceinline__ void add_pieces(uint32_t& address, uint32_t (&sums)[4]) {
+    uint4 v[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = load_shared_16(address + i * kThreads * 16);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      sums[0] = zero_times_plus<T>(v[i].x, sums[0]);
+      sums[1] = zero_times_plus<T>(v[i].y, sums[1]);
+      sums[2] = zero_times_plus<T>(v[i].z, sums[2]);
+      sums[3] = zero_times_plus<T>(v[i].w, sums[3]);
+    }
+    address += N * kThreads * 16;
   }
   __device__ __forceinline__ void clear_not_finite(uint32_t v_smem) {
 #pragma unroll 1

@@ -2,6 +2,8 @@
 #ifndef FLASHATTN_CUDA_PREFILL_LAYOUT_SM90_CUH_
 #define FLASHATTN_CUDA_PREFILL_LAYOUT_SM90_CUH_
 
+#include <cstring>
+
 #include "block_finder_sm90.cuh"
 #include "ptx_sm90.cuh"
 #include "tile_scheduler.cuh"
@@ -61,6 +63,16 @@ struct PrefillShared : PrefillBlocksShared<Tile> {
   TileWork work[Tile::kQStages];
   bool v_not_finite[Tile::kQStages];  // the inspector took something out of a V of this tile
 };
+
+// One part of a TileWork in shared memory.
+template <class Part>
+__device__ __forceinline__ Part load_part(const TileWork& work) {
+  static_assert(sizeof(Part) == sizeof(uint4), "one load");
+  const uint4 words = load_shared_16(shared_address(static_cast<const Part*>(&work)));
+  Part part;
+  memcpy(&part, &words, sizeof part);
+  return part;
+}
 
 // Shared-memory addresses of the tiles.
 template <class Tile>

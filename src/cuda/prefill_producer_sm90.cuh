@@ -25,6 +25,13 @@ class PrefillProducer {
                              PrefillShared<Tile>& shared)
       : maps_(maps), params_(params), grid_(grid), smem_(smem), shared_(shared), finder_(params) {}
 
+  // By the thread that loads, while others still prepare shared memory.
+  __device__ __forceinline__ void prepare() {
+    for (const CUtensorMap* map : {&maps_.k, &maps_.q, &maps_.v, &maps_.o})
+      tma_prefetch_descriptor(map);
+    if constexpr (!Tile::kAnyMask) first_work_ = work_of(blockIdx.x);
+  }
+
   __device__ __forceinline__ void run() {
     if constexpr (Tile::kAnyMask)
       load_found_blocks();
@@ -41,19 +48,47 @@ class PrefillProducer {
     return shared_address(&shared_.barriers.q_full[q_stage_][warpgroup]);
   }
 
+  // V runs one block behind K, as the products do. `work` is read again from shared memory for each
+  // load: this thread has few registers.
   __device__ __forceinline__ void load_ranges() {
     int tile = blockIdx.x;
-    TileWork work = work_of(tile);
-    while (work.position >= 0) {
-      // The first K goes ahead of the wait for the Q buffer, which may still be on its way out as
-      // O.
-      if (work.blocks > 0) load_k(work, block_, work.blocks - 1);
-      publish(work);
-      work = load_tile(shared_.work[q_stage_], tile);
+    TileWork next = first_work_;
+    begin_range(next);
+    while (next.position >= 0) {
+      const TileWork& work = shared_.work[q_stage_];
+      if (n_ > 0) load_k(work, block_ + 1, n_ - 1);
+#pragma unroll 1
+      for (; n_ > 1; --n_, ++block_) {
+        load_v(work, block_, n_);
+        load_k(work, block_ + 2, n_ - 2);
+      }
+      // The next tile is asked for just early enough for the answer to be there in time: whoever
+      // asks late leaves more to those who are done early.
+      ask_for_next_tile();
+      if (n_ > 0) load_v(work, block_++, n_--);
+      tile = next_tile(tile);
+      next = work_of(tile);
+      // The last V waits for its buffer longer than the next tile's first K and Q for theirs. But
+      // where it is the only one, Q's buffer becomes free after it is needed.
+      const bool has_v = n_ == 0, v_first = Tile::kQStages == 1 || work.blocks == 1;
+      const uint32_t last = block_;
+      if (has_v) ++block_;
+      if (has_v && v_first) load_v(work, last, 0);
       next_q_buffer();
+      begin_range(next);
+      if (has_v && !v_first) load_v(work, last, 0);
     }
+  }
+  // Publishes a tile, and loads its first K and its Q. From then on n_ is the block of keys whose V
+  // comes next, and block_ its number.
+  __device__ __forceinline__ void begin_range(const TileWork& work) {
+    n_ = work.blocks - 1;
+    // Ahead of the wait for the Q buffer, which may still be on its way out as O.
+    if (n_ >= 0) load_k(work, block_, n_);
     publish(work);
-    publish_without_q();
+    if (n_ < 0) return publish_without_q();
+#pragma unroll 1
+    for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(shared_.work[q_stage_], w);
   }
 
   // The same where blocks are found one by one: a single loop over all blocks of all tiles, so that
@@ -92,7 +127,10 @@ class PrefillProducer {
       }
       block = found;
       begins = !found.exists();
-      if (begins) tile = next_tile(tile);
+      if (begins) {
+        if (is_loader()) ask_for_next_tile();
+        tile = __shfl_sync(~0u, is_loader() ? next_tile(tile) : 0, 0);
+      }
     }
     publish(shared_.next_work);
     publish_without_q();
@@ -143,37 +181,14 @@ class PrefillProducer {
     finder_.start(work, grid_.block_positions);
   }
 
-  // Loads all of a tile but its first K, and returns the work that follows. V runs one block behind
-  // K, as the products do. `work` is read again from shared memory for each load: this thread has
-  // few registers.
-  __device__ __forceinline__ TileWork load_tile(const TileWork& work, int& tile) {
-    int n = work.blocks - 1;
-    if (n >= 0) {
-#pragma unroll 1
-      for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(work, w);
-#pragma unroll 1
-      for (; n > 0; --n, ++block_) {
-        load_k(work, block_ + 1, n - 1);
-        load_v(work, block_, n);
-      }
-    } else {
-      publish_without_q();
-    }
-    // What comes next is worked out while the last V waits for its buffer: its divisions take as
-    // long as the softmax of half a block, and nobody waits for them here.
-    tile = next_tile(tile);
-    const TileWork next = work_of(tile);
-    if (n >= 0) load_v(work, block_++, 0);
-    return next;
-  }
-  __device__ __forceinline__ int next_tile(int tile) {
-    if (grid_.counter == nullptr) return tile + static_cast<int>(gridDim.x);
-    if constexpr (kThreads == 1) return fetch_next_tile();
-    return __shfl_sync(~0u, is_loader() ? fetch_next_tile() : 0, 0);
-  }
-  __device__ __forceinline__ int fetch_next_tile() const {
+  __device__ __forceinline__ void ask_for_next_tile() {
+    if (grid_.counter == nullptr) return;
     mbarrier_wait(shared_address(&shared_.barriers.counter_claimed), 0);
-    return fetch_tile(grid_);
+    answer_ = ask_for_tile(grid_);
+  }
+  __device__ __forceinline__ int next_tile(int tile) const {
+    if (grid_.counter == nullptr) return tile + static_cast<int>(gridDim.x);
+    return tile_answered(grid_, answer_);
   }
 
   __device__ __forceinline__ void load_q(const TileWork& work, int warpgroup) {
@@ -235,7 +250,10 @@ class PrefillProducer {
   PrefillShared<Tile>& shared_;
   int q_stage_ = 0;
   uint32_t q_parity_ = 0;
-  uint32_t block_ = 0;  // K/V blocks so far, through all tiles
+  uint32_t block_ = 0;   // K/V blocks so far, through all tiles
+  uint32_t answer_ = 0;  // of the tile counter
+  TileWork first_work_;
+  int n_ = 0;
   Finder finder_;
 };
 

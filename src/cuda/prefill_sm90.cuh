@@ -44,7 +44,9 @@ template <class Tile>
 __device__ __forceinline__ void clear_left_over_rows(const TileGrid& grid, PrefillSmem<Tile> smem) {
   const int filled = grid.warpgroup_positions * grid.packed_heads;
   if (filled == kWarpgroupRows) return;
+#pragma unroll 1
   for (int i = 0; i < Tile::kQStages * Tile::kWarpgroups * Tile::kChunks; ++i)
+#pragma unroll 1
     for (int byte = filled * 128 + threadIdx.x * 16; byte < Tile::kQChunkBytes;
          byte += Tile::kTile.threads() * 16)
       store_shared_16(smem.base + i * Tile::kQChunkBytes + byte, uint4{});
@@ -60,15 +62,17 @@ __global__ void __launch_bounds__(Tile::kTile.threads(), 1)
   extern __shared__ __align__(1024) char tiles[];
   __shared__ PrefillShared<Tile> shared;
   const PrefillSmem<Tile> smem{(shared_address(tiles) + 1023) & ~1023u};
-  if (threadIdx.x == 0) init_prefill_barriers<Tile>(shared.barriers, grid.inspect);
+  PrefillProducer<Tile> producer(maps, params, grid, smem, shared);
+  // Side by side: nothing of this is worth waiting for.
+  if (threadIdx.x == 0) producer.prepare();
+  if (threadIdx.x == 32) init_prefill_barriers<Tile>(shared.barriers, grid.inspect);
   clear_left_over_rows(grid, smem);
   __syncthreads();
 
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<Tile::kTile.producer_registers()>();
-    if (threadIdx.x < PrefillProducer<Tile>::kThreads)
-      PrefillProducer<Tile>(maps, params, grid, smem, shared).run();
+    if (threadIdx.x < PrefillProducer<Tile>::kThreads) producer.run();
     if (threadIdx.x == 32 && grid.counter != nullptr) {
       claim_counter(grid);
       mbarrier_arrive(shared_address(&shared.barriers.counter_claimed));
@@ -84,19 +88,31 @@ __global__ void __launch_bounds__(Tile::kTile.threads(), 1)
 // ---- the launch
 inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, int blocks) {
   const Problem& problem = params.problem;
+  const bool ragged = params.query_lengths || params.key_lengths;
   // Equal tiles need no counter and no order; K and V of 16 heads fit L2 while causal tiles shrink.
-  const bool equal_tiles =
-      tile.kind == ScoreKind::kFull && !params.query_lengths && !params.key_lengths;
+  const bool equal_tiles = tile.kind == ScoreKind::kFull && !ragged;
   TileGrid grid = {};
   grid.packed_heads = packed_heads_sm90(tile, params);
   grid.warpgroup_positions = kWarpgroupRows / grid.packed_heads;
   grid.block_positions = tile.warpgroups * grid.warpgroup_positions;
   grid.q_blocks = (problem.q_len - 1) / grid.block_positions + 1;
-  grid.heads = problem.q_heads / grid.packed_heads;
-  grid.heads_per_kv_head = problem.group() / grid.packed_heads;
+  const int heads = problem.q_heads / grid.packed_heads, all_heads = problem.batch * heads;
+  const int section_heads = equal_tiles ? 1 : std::min(16, all_heads);
+  grid.tiles = grid.q_blocks * all_heads;
+  grid.last_section = (all_heads - 1) / section_heads;
+  grid.section_tiles = FastDivisor(grid.q_blocks * section_heads);
+  grid.section_heads = FastDivisor(section_heads);
+  grid.last_section_heads = FastDivisor(all_heads - grid.last_section * section_heads);
+  grid.heads = FastDivisor(heads);
+  grid.heads_per_kv_head = FastDivisor(problem.group() / grid.packed_heads);
+  grid.q_batches = FastDivisor(params.q.batches);
+  grid.k_batches = FastDivisor(params.k.batches);
+  grid.v_batches = FastDivisor(params.v.batches);
+  grid.q_len = problem.q_len;
+  grid.kv_len = problem.kv_len;
+  grid.ragged = ragged;
+  grid.bottom_right = params.scores.bottom_right;
   grid.inspect = tile.kind != ScoreKind::kFull || params.key_lengths;
-  grid.heads_per_section = equal_tiles ? 1 : 16;
-  grid.tiles = grid.q_blocks * problem.batch * grid.heads;
   if (!equal_tiles && grid.tiles > blocks && grid.tiles < 1 << kCounterBits) {
     // Tags look like NaN to whoever used the workspace before; 2^24 launches pass until one
     // returns.

@@ -36,6 +36,17 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(kWholeWarp, x, 2);
 }
 
+// Both rows side by side: one shuffle's latency hides the other's.
+__device__ __forceinline__ void quad_sums(float (&x)[2]) {
+#pragma unroll
+  for (int lanes = 1; lanes <= 2; lanes *= 2) {
+    const float other[2] = {__shfl_xor_sync(kWholeWarp, x[0], lanes),
+                            __shfl_xor_sync(kWholeWarp, x[1], lanes)};
+    x[0] += other[0];
+    x[1] += other[1];
+  }
+}
+
 // The columns of a block that rows see: up to a last one.
 struct VisibleColumns {
   int last[2];    // of this thread's rows, counted from this thread's first column

@@ -8,20 +8,28 @@
 
 #include <cstdint>
 
+#include "fast_divisor.h"
 #include "params.h"
 
 namespace flashattn {
 
-// The tiles of a launch; filled on the host.
+// The tiles of a launch; filled on the host. All that says what a tile is lies here together: the
+// first look at each line of the kernel's parameters is a miss.
 struct TileGrid {
   int tiles, q_blocks;
-  uint32_t heads;  // query heads, or groups of them when a group is packed into rows
-  uint32_t heads_per_kv_head;
-  uint32_t heads_per_section;
-  int packed_heads;         // query heads that share a tile, 1 or a whole group
+  FastDivisor section_tiles;  // of a section
+  // Heads of all sections but the last, and of that one. As everywhere here, query heads of all
+  // batches, or groups of them when a group is packed into rows.
+  FastDivisor section_heads, last_section_heads;
+  int last_section;
+  FastDivisor heads, heads_per_kv_head;         // of one batch
+  FastDivisor q_batches, k_batches, v_batches;  // an operand with fewer than the call is read again
+  int block_positions;                          // query positions of a tile
+  int q_len, kv_len;                            // where the sequences are of equal length
+  bool ragged, bottom_right;
   bool inspect;             // V may hold keys that not every row of a tile sees
+  int packed_heads;         // query heads that share a tile, 1 or a whole group
   int warpgroup_positions;  // query positions of a warpgroup's rows
-  int block_positions;      // and of a tile
   uint64_t* counter;        // null: tile + gridDim.x follows tile
   uint64_t counter_tag;     // 40 bits, this launch's own
 };
@@ -44,62 +52,70 @@ __device__ inline void claim_counter(const TileGrid& grid) {
   }
 }
 
-// After claim_counter by a thread of this block.
-__device__ inline int fetch_tile(const TileGrid& grid) {
-  auto* word = reinterpret_cast<unsigned long long*>(grid.counter);
-  const int count = static_cast<int>(atomicAdd(word, 1ull) & ((1u << kCounterBits) - 1));
-  if (count == grid.tiles - 1) atomicExch(word, 0ull);
+// After claim_counter by a thread of this block. The answer takes as long as a load from memory;
+// until tile_answered, nobody waits for it. Of the word's lower half, to which the count is
+// confined: the compiler would take a 64-bit answer apart, and so wait for it, at once.
+__device__ inline uint32_t ask_for_tile(const TileGrid& grid) {
+  return atomicAdd(reinterpret_cast<unsigned*>(grid.counter), 1u);
+}
+__device__ inline int tile_answered(const TileGrid& grid, uint32_t answer) {
+  const int count = static_cast<int>(answer & ((1u << kCounterBits) - 1));
+  if (count == grid.tiles - 1)
+    atomicExch(reinterpret_cast<unsigned long long*>(grid.counter), 0ull);
   return static_cast<int>(gridDim.x) + count;
 }
 
-// What the consumers need to know of a tile. The kernels that serve any mask learn of blocks one by
-// one (BlockFinder): there `blocks` says where the walk begins, and the two counts after it
-// nothing.
-struct TileWork {
+// What the others need to know of a tile, in parts that one load fetches each. The kernels that
+// serve any mask learn of blocks one by one (BlockFinder): there `blocks` says where the walk
+// begins, and `unmasked_blocks` and `first_inspected` nothing.
+struct alignas(16) TileWalk {
   int position;         // first query position; negative: no more tiles
   int blocks;           // key blocks [0, blocks), taken from last to first; 0: no row sees a key
   int unmasked_blocks;  // every row sees all of blocks [0, unmasked_blocks), and met a key before
-  int first_inspected;  // blocks [first_inspected, blocks) of V go through the inspector
-  int batch, head;      // of the call; head counts groups when heads are packed
-  int kv_head, q_batch, k_batch, v_batch;  // where the operands lie
-  int q_len, kv_len;                       // of the sequence
-  int shift;                               // row i sees keys up to i + shift (causal)
+  int kv_len;           // of the sequence
 };
-
-// An operand with fewer batches than the call is read again. The branch saves a division.
-__device__ __forceinline__ int operand_batch(const Strided& x, uint32_t batch) {
-  const uint32_t batches = x.batches;
-  return batch < batches ? batch : batch % batches;
-}
+struct alignas(16) TilePlace {
+  int batch, head;  // of the call; head counts groups when heads are packed
+  int q_len;        // of the sequence
+  int shift;        // row i sees keys up to i + shift (causal)
+};
+struct TileWork : TileWalk, TilePlace {
+  int first_inspected;  // blocks [first_inspected, blocks) of V go through the inspector
+  int kv_head, q_batch, k_batch, v_batch;  // where the operands lie
+};
 
 // All of a tile but its blocks. `last_first`: the longest tiles of a head are its last.
 __device__ __forceinline__ TileWork place_tile(const PrefillParams& params, const TileGrid& grid,
-                                               uint32_t tile, bool last_first) {
-  const uint32_t per_section = grid.q_blocks * grid.heads_per_section;
-  const uint32_t section = tile / per_section, in_section = tile % per_section;
-  const uint32_t first_head = section * grid.heads_per_section;
-  const uint32_t section_heads =
-      min(grid.heads_per_section, params.problem.batch * grid.heads - first_head);
-  const int rank = in_section / section_heads;
-  const uint32_t batch_head = first_head + in_section % section_heads;
+                                               int tile, bool last_first) {
+  const int section = divide(tile, grid.section_tiles);
+  const int in_section = tile - section * static_cast<int>(grid.section_tiles.divisor);
+  const FastDivisor& section_heads =
+      section == grid.last_section ? grid.last_section_heads : grid.section_heads;
+  const int rank = divide(in_section, section_heads);
+  const int batch_head = section * static_cast<int>(grid.section_heads.divisor) + in_section -
+                         rank * static_cast<int>(section_heads.divisor);
 
   TileWork work;
-  work.batch = batch_head / grid.heads;
-  work.head = batch_head % grid.heads;
-  work.kv_head = batch_head % grid.heads / grid.heads_per_kv_head;
-  work.q_batch = operand_batch(params.q, work.batch);
-  work.k_batch = operand_batch(params.k, work.batch);
-  work.v_batch = operand_batch(params.v, work.batch);
+  work.batch = divide(batch_head, grid.heads);
+  work.head = batch_head - work.batch * static_cast<int>(grid.heads.divisor);
+  work.kv_head = divide(work.head, grid.heads_per_kv_head);
+  work.q_batch = remainder(work.batch, grid.q_batches);
+  work.k_batch = remainder(work.batch, grid.k_batches);
+  work.v_batch = remainder(work.batch, grid.v_batches);
   work.position = (last_first ? grid.q_blocks - 1 - rank : rank) * grid.block_positions;
-  work.q_len = params.q_length(work.batch);
-  work.kv_len = params.kv_length(work.batch);
-  work.shift = params.scores.bottom_right ? work.kv_len - work.q_len : 0;
+  work.q_len = grid.q_len;
+  work.kv_len = grid.kv_len;
+  if (grid.ragged) {
+    work.q_len = params.q_length(work.batch);
+    work.kv_len = params.kv_length(work.batch);
+  }
+  work.shift = grid.bottom_right ? work.kv_len - work.q_len : 0;
   return work;
 }
 
 template <bool Causal>
 __device__ __forceinline__ TileWork decode_tile(const PrefillParams& params, const TileGrid& grid,
-                                                uint32_t tile, int block_kv) {
+                                                int tile, int block_kv) {
   TileWork work = place_tile(params, grid, tile, Causal);
   const int end = min(work.position + grid.block_positions, work.q_len);
   const int key_end = Causal ? min(work.kv_len, end + work.shift) : work.kv_len;
