@@ -114,6 +114,7 @@ class BackwardConsumer {
       left = task_.steps();
     }
     if constexpr (WithDq) last_dq();
+    grid_dependency_trigger();  // not before: what starts sooner has nothing to do but to wait
     store_gradients();
   }
 
@@ -341,7 +342,7 @@ class BackwardConsumer {
         tma_store_4d(&maps_.dk, from + L::kK, chunk * 64, first_key, task_.kv_head, task_.b);
       }
       bulk_commit();
-      bulk_wait<0>();
+      bulk_wait_read<0>();
     }
   }
 
@@ -383,13 +384,10 @@ __global__ void __launch_bounds__(384, 1)
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
   __shared__ BackwardTask task;
-  if (threadIdx.x == 0) {
-    barriers.init();
-    task = find_task(params.forward, grid, L::kRows, L::kKeys);
-  }
+  if (threadIdx.x == 0) barriers.init();
+  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  grid_dependency_trigger();
   if (warpgroup == 0) {
     registers_release<24>();
     if (threadIdx.x >= 32) return;

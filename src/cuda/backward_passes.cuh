@@ -92,7 +92,6 @@ __global__ void __launch_bounds__(kPassThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardParams params) {
   constexpr int kRows = PassShape<HeadDim>::kRows, kLanes = PassShape<HeadDim>::kLanes;
   constexpr int kRowsAtOnce = kPassThreads / kLanes;
-  grid_dependency_trigger();
   const PrefillParams& forward = params.forward;
   const BackwardWorkspace workspace(params);
   const QueryBlock block(forward.problem, kRows);
@@ -134,6 +133,7 @@ __global__ void __launch_bounds__(kPassThreads)
       workspace.delta[first_padded + row] = delta;
     }
   }
+  grid_dependency_trigger();
 }
 
 // dq = scale * accumulator, through shared memory since the fragments run along columns.
@@ -146,7 +146,6 @@ __global__ void __launch_bounds__(kPassThreads)
   const BackwardWorkspace workspace(params);
   const QueryBlock block(forward.problem, kRows);
   const float scale = static_cast<float>(forward.scores.scale);
-  grid_dependency_trigger();
   grid_dependency_wait();
 
   const float4* dq = reinterpret_cast<const float4*>(
