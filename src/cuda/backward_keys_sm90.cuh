@@ -113,7 +113,7 @@ class BackwardConsumer {
       masked = task_.masked_end - task_.first_step;
       left = task_.steps();
     }
-    if constexpr (WithDq) last_dq();
+    if constexpr (kDqNextStep) last_dq();
     grid_dependency_trigger();  // not before: what starts sooner has nothing to do but to wait
     store_gradients();
   }
@@ -133,6 +133,9 @@ class BackwardConsumer {
   }
 
   static constexpr bool kTogether = L::kTile.order == BackwardOrder::kTogether;
+  static constexpr bool kDqNextStep = WithDq && L::kTile.dq == BackwardDq::kNextStep;
+  static constexpr bool kDqBeforeDk = WithDq && L::kTile.dq == BackwardDq::kBeforeDk;
+  static_assert(!kTogether || !kDqBeforeDk, "dV and dK start together, with nothing between them");
 
   // ---- the pieces of a step
   __device__ __forceinline__ uint32_t q_tile() const {
@@ -187,7 +190,7 @@ class BackwardConsumer {
                                  grid_.scale_log2, first, first_8);
   }
 
-  // This warpgroup's half of dS, transposed to rows of queries. The barrier before issue_dq()
+  // This warpgroup's half of dS, transposed to rows of queries. kDsBarrier, before issue_dq(),
   // publishes it, and with it that the previous dQ has left its buffer.
   __device__ __forceinline__ void store_ds() {
     const uint32_t base = ds_store_ + ring_.stage * L::kDsBytes;
@@ -231,10 +234,15 @@ class BackwardConsumer {
                            L::kDqBytes);
   }
 
-  __device__ __forceinline__ void release_previous() {
-    const uint32_t stage = ring_.stage ^ 1;
+  __device__ __forceinline__ void release_q(uint32_t stage) {
     mbarrier_arrive_if(thread_ == 0, barriers_.q_empty + 8 * stage);
+  }
+  __device__ __forceinline__ void release_dout(uint32_t stage) {
     mbarrier_arrive_if(thread_ == 0, barriers_.dout_empty + 8 * stage);
+  }
+  __device__ __forceinline__ void release_previous() {
+    release_q(ring_.stage ^ 1);
+    release_dout(ring_.stage ^ 1);
   }
 
   // ---- the steps, in the order that BackwardOrder names.
@@ -247,16 +255,11 @@ class BackwardConsumer {
 
   template <bool Masked>
   __device__ __forceinline__ void step() {
-    if constexpr (WithDq) {
-      issue_previous_dq();
-      issue_scores();
-      wgmma_wait<1>();
-      store_dq();
-    } else {
-      issue_scores();
-      wgmma_wait<1>();
-      release_previous();
-    }
+    if constexpr (kDqNextStep) issue_previous_dq();
+    issue_scores();
+    if constexpr (!kDqBeforeDk) wgmma_wait<1>();
+    if constexpr (kDqNextStep) store_dq();
+    if constexpr (!WithDq) release_previous();
     scores_to_ds<Masked>(true);
   }
 
@@ -284,6 +287,8 @@ class BackwardConsumer {
     mbarrier_wait(dout_full, ring_.phase);
     issue_dp();
     wgmma_wait<1>();
+    if (kDqBeforeDk && accumulate)
+      release_q(ring_.stage ^ 1);  // dK of the block before is complete
     exponentials<Masked>();
     if constexpr (kTogether) {
       // Passes at once; its branch keeps the exponentials ahead of the wait for dP.
@@ -302,12 +307,26 @@ class BackwardConsumer {
       wgmma_commit();
       wgmma_wait<1>();
       score_gradients<T, kRows, Masked>(ds_, s_, dp_, delta());
-      wgmma_fence();
-      issue_dk(accumulate);
-      wgmma_commit();
+      if constexpr (!kDqBeforeDk) {
+        wgmma_fence();
+        issue_dk(accumulate);
+        wgmma_commit();
+      }
     }
     if constexpr (WithDq) store_ds();
+    if constexpr (kDqBeforeDk) dq_before_dk(accumulate);
     next_block();
+  }
+
+  // From dV in flight to dK in flight. The fence of issue_dq() serves dK as well.
+  __device__ __forceinline__ void dq_before_dk(bool accumulate) {
+    named_barrier_sync(kDsBarrier, 256);
+    issue_dq(ring_.stage);
+    issue_dk(accumulate);
+    wgmma_commit();
+    wgmma_wait<1>();
+    release_dout(ring_.stage);
+    store_dq();
   }
 
   // ---- the end: dV into V's place in shared memory, dK into K's once both warpgroups are done

@@ -33,9 +33,17 @@ enum class BackwardOrder {
   kTogether,    // dV and dK start together: fewer registers
 };
 
+// When dQ of a step is computed and stored.
+enum class BackwardDq {
+  kNextStep,  // as the next step starts; stored under its S and dP
+  kBeforeDk,  // between dV and dK; stored under dK. S, dP and dQ read both operands from shared
+              // memory and take all of its bandwidth, dV and dK read one and leave half.
+};
+
 struct BackwardTile {
   int rows;  // query rows of a step
   BackwardOrder order;
+  BackwardDq dq;
   int unroll;  // unmasked steps between two full waits
 };
 
@@ -43,12 +51,13 @@ struct BackwardTile {
 // faster without a mask and slower with one). H 64: 128 rows, since dK and dV take half the
 // registers.
 constexpr BackwardTile backward_tile_sm90(int compiled_head_dim) {
-  return compiled_head_dim == 128 ? BackwardTile{64, BackwardOrder::kValueFirst, 2}
-                                  : BackwardTile{128, BackwardOrder::kTogether, 2};
+  return compiled_head_dim == 128
+             ? BackwardTile{64, BackwardOrder::kValueFirst, BackwardDq::kBeforeDk, 1}
+             : BackwardTile{128, BackwardOrder::kTogether, BackwardDq::kNextStep, 2};
 }
 
 // Without dQ.
-constexpr BackwardTile kBackwardDkvTile{64, BackwardOrder::kValueFirst, 2};
+constexpr BackwardTile kBackwardDkvTile{64, BackwardOrder::kValueFirst, BackwardDq::kNextStep, 2};
 
 // The kernel of dQ alone, 128 query rows a block: as many keys a step as registers (S, dP, dS, dQ:
 // up to 208 of 240) and shared memory hold.
