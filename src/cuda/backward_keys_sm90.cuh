@@ -29,7 +29,7 @@ struct BackwardLayout {
   static constexpr BackwardTile kTile = WithDq ? backward_tile_sm90(HeadDim) : kBackwardDkvTile;
   static constexpr int kRows = kTile.rows, kKeys = 128;
   static constexpr int kStages = 2;  // of Q, of dO and of dS
-  static constexpr bool kLooksAhead = false;
+  static constexpr bool kLooksAhead = false, kAccumulates = WithDq;
   static constexpr int kChunks = HeadDim / 64;
   static constexpr int kDqColumns = DqFragment<HeadDim>::kColumns;
 
@@ -48,6 +48,9 @@ struct BackwardLayout {
   static constexpr int kBarriers = kDelta + kStages * kStatBytes;
   static constexpr int kBytes = kBarriers + 128 + 1024;
 };
+
+// Named barriers: both warpgroups, each warpgroup (two), the warps that convert.
+constexpr int kDsBarrier = 1, kWarpgroupBarrier = 2, kConvertBarrier = 4;
 
 // ---- one consumer warpgroup: 64 of the block's keys
 template <class T, int HeadDim, bool WithDq>
@@ -208,8 +211,6 @@ class BackwardConsumer {
     ring_.advance();
   }
 
-  static constexpr int kDsBarrier = 1, kWarpgroupBarrier = 2;
-
   // dQ^T of the block whose dS lies in `stage`.
   __device__ __forceinline__ void issue_dq(uint32_t stage) {
     uint32_t k = descriptor_low_mn_major(
@@ -361,8 +362,18 @@ class BackwardConsumer {
         tma_store_4d(&maps_.dk, from + L::kK, chunk * 64, first_key, task_.kv_head, task_.b);
       }
       bulk_commit();
+      if constexpr (WithDq) report_added();
       bulk_wait_read<0>();
     }
+  }
+
+  // All that this warpgroup adds to dQ has been added: all but the stores just committed.
+  __device__ __forceinline__ void report_added() {
+    bulk_wait<1>();
+    fence_async_proxy_global();
+    grid_dependency_wait();  // the counter's zero; a block without steps has not waited for it
+    add_release_f32(
+        grid_.workspace.added + task_.b * params_.forward.problem.kv_heads + task_.kv_head, 1.f);
   }
 
   // dQ takes the registers of dP, which is consumed before dQ starts, where they are as many;
@@ -393,6 +404,42 @@ class BackwardConsumer {
   float *dq_head_ = nullptr, *dq_target_ = nullptr;
 };
 
+// What warps 1 to 3 of the loading warpgroup do: warp 1 zeroes a share of a later head's
+// accumulator, the others convert one of an earlier head's.
+template <int HeadDim>
+__device__ __forceinline__ void zero_ahead(const BackwardGrid& grid, int head,
+                                           const AccumulatorShare& share, int lane) {
+  head += grid.lead.zero;
+  if (head >= grid.heads) return;
+  const int64_t rows =
+      head * grid.group * grid.workspace.padded_rows + int64_t{share.begin} * kBackwardUnit;
+  zero_units(grid.workspace.dq + rows * HeadDim, share.end - share.begin, HeadDim,
+             grid.workspace.zeroed + head, lane);
+}
+
+template <class T, int HeadDim>
+__device__ __forceinline__ void convert_behind(const BackwardParams& params,
+                                               const BackwardGrid& grid, int head,
+                                               const AccumulatorShare& share, ConvertTask<T>& task,
+                                               int warp, int lane) {
+  head -= grid.lead.convert;
+  if (head < 0) return;
+  if (warp == 0 && lane == 0) {
+    const int kv_heads = params.forward.problem.kv_heads, b = head / kv_heads;
+    const int64_t rows = head * grid.group * grid.workspace.padded_rows;
+    task.dq = reinterpret_cast<const float4*>(grid.workspace.dq + rows * HeadDim);
+    task.out =
+        static_cast<T*>(params.dq.data) + params.dq.offset(b, 0, head % kv_heads * grid.group);
+    task.begin = share.begin * (kBackwardUnit / 8);
+    task.end = share.end * (kBackwardUnit / 8);
+    task.head_groups = static_cast<int>(grid.workspace.padded_rows / 8);
+    task.valid = rows_with_keys(params.forward, b);
+  }
+  named_barrier_sync(kConvertBarrier, 64);
+  wait_for_count(grid.workspace.added + head, 2 * grid.key_blocks);
+  convert_row_groups<T, HeadDim>(params, task, grid.scale, warp, lane);
+}
+
 template <class T, int HeadDim, bool WithDq>
 __global__ void __launch_bounds__(384, 1)
     backward_keys_sm90_kernel(const __grid_constant__ BackwardMaps maps,
@@ -403,13 +450,28 @@ __global__ void __launch_bounds__(384, 1)
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
   __shared__ BackwardTask task;
+  __shared__ ConvertTask<T> convert;
   if (threadIdx.x == 0) barriers.init();
   if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
-    if (threadIdx.x >= 32) return;
+    if (threadIdx.x >= 32) {
+      if constexpr (WithDq) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int head = task.b * params.forward.problem.kv_heads + task.kv_head;
+        const AccumulatorShare share(
+            static_cast<int>(grid.workspace.padded_rows / kBackwardUnit) * grid.group,
+            task.first_key / L::kKeys, grid.key_blocks, task.causal);
+        grid_dependency_wait();
+        if (warp == 1)
+          zero_ahead<HeadDim>(grid, head, share, lane);
+        else
+          convert_behind<T, HeadDim>(params, grid, head, share, convert, warp - 2, lane);
+      }
+      return;
+    }
     if (task.steps() == 0)
       grid_dependency_wait();  // the pass after this kernel relies on every block having waited
     else

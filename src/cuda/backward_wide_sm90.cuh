@@ -26,7 +26,7 @@ template <int HeadDim>
 struct BackwardWideLayout {
   static constexpr int kRows = 64, kKeys = 64;
   static constexpr int kStages = 2;  // of Q and of dO
-  static constexpr bool kLooksAhead = true;
+  static constexpr bool kLooksAhead = true, kAccumulates = false;
   static constexpr int kChunks = HeadDim / 64;
   // The warpgroup of the scores has the exponentials, so where the chunks do not split evenly it
   // takes fewer columns.
