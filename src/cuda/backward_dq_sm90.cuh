@@ -324,7 +324,7 @@ class BackwardDqConsumer {
         tma_store_4d(&maps_.dq, smem_ + L::kQ + chunk * L::kQueryChunk + warpgroup_ * L::kHalf,
                      chunk * 64, task_.first_row + 64 * warpgroup_, task_.head, task_.b);
       bulk_commit();
-      bulk_wait<0>();
+      bulk_wait_read<0>();
     }
   }
 
@@ -353,10 +353,8 @@ __global__ void __launch_bounds__(384, 1)
   __shared__ BackwardDqTask task;
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardDqBarriers barriers(smem + L::kBarriers);
-  if (threadIdx.x == 0) {
-    barriers.init();
-    task = find_dq_task(params.forward, grid, L::kRows, L::kKeys);
-  }
+  if (threadIdx.x == 0) barriers.init();
+  if (threadIdx.x == 32) task = find_dq_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {

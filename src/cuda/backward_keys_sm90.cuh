@@ -29,7 +29,7 @@ struct BackwardLayout {
   static constexpr BackwardTile kTile = WithDq ? backward_tile_sm90(HeadDim) : kBackwardDkvTile;
   static constexpr int kRows = kTile.rows, kKeys = 128;
   static constexpr int kStages = 2;  // of Q, of dO and of dS
-  static constexpr bool kLooksAhead = false;
+  static constexpr bool kLooksAhead = false, kAccumulates = WithDq;
   static constexpr int kChunks = HeadDim / 64;
   static constexpr int kDqColumns = DqFragment<HeadDim>::kColumns;
 
@@ -48,6 +48,9 @@ struct BackwardLayout {
   static constexpr int kBarriers = kDelta + kStages * kStatBytes;
   static constexpr int kBytes = kBarriers + 128 + 1024;
 };
+
+// Named barriers: both warpgroups, each warpgroup (two), the warps that convert.
+constexpr int kDsBarrier = 1, kWarpgroupBarrier = 2, kConvertBarrier = 4;
 
 // ---- one consumer warpgroup: 64 of the block's keys
 template <class T, int HeadDim, bool WithDq>
@@ -113,7 +116,8 @@ class BackwardConsumer {
       masked = task_.masked_end - task_.first_step;
       left = task_.steps();
     }
-    if constexpr (WithDq) last_dq();
+    if constexpr (kDqNextStep) last_dq();
+    grid_dependency_trigger();  // not before: what starts sooner has nothing to do but to wait
     store_gradients();
   }
 
@@ -132,6 +136,9 @@ class BackwardConsumer {
   }
 
   static constexpr bool kTogether = L::kTile.order == BackwardOrder::kTogether;
+  static constexpr bool kDqNextStep = WithDq && L::kTile.dq == BackwardDq::kNextStep;
+  static constexpr bool kDqBeforeDk = WithDq && L::kTile.dq == BackwardDq::kBeforeDk;
+  static_assert(!kTogether || !kDqBeforeDk, "dV and dK start together, with nothing between them");
 
   // ---- the pieces of a step
   __device__ __forceinline__ uint32_t q_tile() const {
@@ -186,7 +193,7 @@ class BackwardConsumer {
                                  grid_.scale_log2, first, first_8);
   }
 
-  // This warpgroup's half of dS, transposed to rows of queries. The barrier before issue_dq()
+  // This warpgroup's half of dS, transposed to rows of queries. kDsBarrier, before issue_dq(),
   // publishes it, and with it that the previous dQ has left its buffer.
   __device__ __forceinline__ void store_ds() {
     const uint32_t base = ds_store_ + ring_.stage * L::kDsBytes;
@@ -203,8 +210,6 @@ class BackwardConsumer {
     ++step_;
     ring_.advance();
   }
-
-  static constexpr int kDsBarrier = 1, kWarpgroupBarrier = 2;
 
   // dQ^T of the block whose dS lies in `stage`.
   __device__ __forceinline__ void issue_dq(uint32_t stage) {
@@ -230,10 +235,15 @@ class BackwardConsumer {
                            L::kDqBytes);
   }
 
-  __device__ __forceinline__ void release_previous() {
-    const uint32_t stage = ring_.stage ^ 1;
+  __device__ __forceinline__ void release_q(uint32_t stage) {
     mbarrier_arrive_if(thread_ == 0, barriers_.q_empty + 8 * stage);
+  }
+  __device__ __forceinline__ void release_dout(uint32_t stage) {
     mbarrier_arrive_if(thread_ == 0, barriers_.dout_empty + 8 * stage);
+  }
+  __device__ __forceinline__ void release_previous() {
+    release_q(ring_.stage ^ 1);
+    release_dout(ring_.stage ^ 1);
   }
 
   // ---- the steps, in the order that BackwardOrder names.
@@ -246,16 +256,11 @@ class BackwardConsumer {
 
   template <bool Masked>
   __device__ __forceinline__ void step() {
-    if constexpr (WithDq) {
-      issue_previous_dq();
-      issue_scores();
-      wgmma_wait<1>();
-      store_dq();
-    } else {
-      issue_scores();
-      wgmma_wait<1>();
-      release_previous();
-    }
+    if constexpr (kDqNextStep) issue_previous_dq();
+    issue_scores();
+    if constexpr (!kDqBeforeDk) wgmma_wait<1>();
+    if constexpr (kDqNextStep) store_dq();
+    if constexpr (!WithDq) release_previous();
     scores_to_ds<Masked>(true);
   }
 
@@ -283,6 +288,8 @@ class BackwardConsumer {
     mbarrier_wait(dout_full, ring_.phase);
     issue_dp();
     wgmma_wait<1>();
+    if (kDqBeforeDk && accumulate)
+      release_q(ring_.stage ^ 1);  // dK of the block before is complete
     exponentials<Masked>();
     if constexpr (kTogether) {
       // Passes at once; its branch keeps the exponentials ahead of the wait for dP.
@@ -301,12 +308,26 @@ class BackwardConsumer {
       wgmma_commit();
       wgmma_wait<1>();
       score_gradients<T, kRows, Masked>(ds_, s_, dp_, delta());
-      wgmma_fence();
-      issue_dk(accumulate);
-      wgmma_commit();
+      if constexpr (!kDqBeforeDk) {
+        wgmma_fence();
+        issue_dk(accumulate);
+        wgmma_commit();
+      }
     }
     if constexpr (WithDq) store_ds();
+    if constexpr (kDqBeforeDk) dq_before_dk(accumulate);
     next_block();
+  }
+
+  // From dV in flight to dK in flight. The fence of issue_dq() serves dK as well.
+  __device__ __forceinline__ void dq_before_dk(bool accumulate) {
+    named_barrier_sync(kDsBarrier, 256);
+    issue_dq(ring_.stage);
+    issue_dk(accumulate);
+    wgmma_commit();
+    wgmma_wait<1>();
+    release_dout(ring_.stage);
+    store_dq();
   }
 
   // ---- the end: dV into V's place in shared memory, dK into K's once both warpgroups are done
@@ -341,8 +362,18 @@ class BackwardConsumer {
         tma_store_4d(&maps_.dk, from + L::kK, chunk * 64, first_key, task_.kv_head, task_.b);
       }
       bulk_commit();
-      bulk_wait<0>();
+      if constexpr (WithDq) report_added();
+      bulk_wait_read<0>();
     }
+  }
+
+  // All that this warpgroup adds to dQ has been added: all but the stores just committed.
+  __device__ __forceinline__ void report_added() {
+    bulk_wait<1>();
+    fence_async_proxy_global();
+    grid_dependency_wait();  // the counter's zero; a block without steps has not waited for it
+    add_release_f32(
+        grid_.workspace.added + task_.b * params_.forward.problem.kv_heads + task_.kv_head, 1.f);
   }
 
   // dQ takes the registers of dP, which is consumed before dQ starts, where they are as many;
@@ -373,6 +404,42 @@ class BackwardConsumer {
   float *dq_head_ = nullptr, *dq_target_ = nullptr;
 };
 
+// What warps 1 to 3 of the loading warpgroup do: warp 1 zeroes a share of a later head's
+// accumulator, the others convert one of an earlier head's.
+template <int HeadDim>
+__device__ __forceinline__ void zero_ahead(const BackwardGrid& grid, int head,
+                                           const AccumulatorShare& share, int lane) {
+  head += grid.lead.zero;
+  if (head >= grid.heads) return;
+  const int64_t rows =
+      head * grid.group * grid.workspace.padded_rows + int64_t{share.begin} * kBackwardUnit;
+  zero_units(grid.workspace.dq + rows * HeadDim, share.end - share.begin, HeadDim,
+             grid.workspace.zeroed + head, lane);
+}
+
+template <class T, int HeadDim>
+__device__ __forceinline__ void convert_behind(const BackwardParams& params,
+                                               const BackwardGrid& grid, int head,
+                                               const AccumulatorShare& share, ConvertTask<T>& task,
+                                               int warp, int lane) {
+  head -= grid.lead.convert;
+  if (head < 0) return;
+  if (warp == 0 && lane == 0) {
+    const int kv_heads = params.forward.problem.kv_heads, b = head / kv_heads;
+    const int64_t rows = head * grid.group * grid.workspace.padded_rows;
+    task.dq = reinterpret_cast<const float4*>(grid.workspace.dq + rows * HeadDim);
+    task.out =
+        static_cast<T*>(params.dq.data) + params.dq.offset(b, 0, head % kv_heads * grid.group);
+    task.begin = share.begin * (kBackwardUnit / 8);
+    task.end = share.end * (kBackwardUnit / 8);
+    task.head_groups = static_cast<int>(grid.workspace.padded_rows / 8);
+    task.valid = rows_with_keys(params.forward, b);
+  }
+  named_barrier_sync(kConvertBarrier, 64);
+  wait_for_count(grid.workspace.added + head, 2 * grid.key_blocks);
+  convert_row_groups<T, HeadDim>(params, task, grid.scale, warp, lane);
+}
+
 template <class T, int HeadDim, bool WithDq>
 __global__ void __launch_bounds__(384, 1)
     backward_keys_sm90_kernel(const __grid_constant__ BackwardMaps maps,
@@ -383,16 +450,28 @@ __global__ void __launch_bounds__(384, 1)
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
   __shared__ BackwardTask task;
-  if (threadIdx.x == 0) {
-    barriers.init();
-    task = find_task(params.forward, grid, L::kRows, L::kKeys);
-  }
+  __shared__ ConvertTask<T> convert;
+  if (threadIdx.x == 0) barriers.init();
+  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  grid_dependency_trigger();
   if (warpgroup == 0) {
     registers_release<24>();
-    if (threadIdx.x >= 32) return;
+    if (threadIdx.x >= 32) {
+      if constexpr (WithDq) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int head = task.b * params.forward.problem.kv_heads + task.kv_head;
+        const AccumulatorShare share(
+            static_cast<int>(grid.workspace.padded_rows / kBackwardUnit) * grid.group,
+            task.first_key / L::kKeys, grid.key_blocks, task.causal);
+        grid_dependency_wait();
+        if (warp == 1)
+          zero_ahead<HeadDim>(grid, head, share, lane);
+        else
+          convert_behind<T, HeadDim>(params, grid, head, share, convert, warp - 2, lane);
+      }
+      return;
+    }
     if (task.steps() == 0)
       grid_dependency_wait();  // the pass after this kernel relies on every block having waited
     else

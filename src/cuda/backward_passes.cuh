@@ -3,6 +3,7 @@
 #ifndef FLASHATTN_CUDA_BACKWARD_PASSES_CUH_
 #define FLASHATTN_CUDA_BACKWARD_PASSES_CUH_
 
+#include "backward_accumulator_sm90.cuh"
 #include "backward_plan.h"
 #include "backward_sm90_parts.cuh"
 #include "params.h"
@@ -27,49 +28,22 @@ __device__ __forceinline__ int keys_seen(const PrefillParams& forward, int b) {
   return visible_keys(forward.scores, q_len - 1, q_len, forward.kv_length(b)).end;
 }
 
-// How a step's rows lie in the accumulator of dq: as the fragments of dQ^T, a float4 a thread, so
-// that a warpgroup adds contiguous memory. This is the place of float4 number `i`.
-template <int HeadDim>
-struct DqFragment {
-  static constexpr int kRows = backward_tile_sm90(HeadDim).rows;
-  // A warpgroup's dQ^T: 64 columns of the head dim by kColumns query rows. H 128 splits the head
-  // dim between the two warpgroups, H 64 the rows.
-  static constexpr int kColumns = HeadDim == 128 ? kRows : kRows / 2;
-  static constexpr int kFloats = 64 * kColumns;
-
-  int row, column;  // of x; y is one row further, z eight columns, w both
-
-  __device__ explicit DqFragment(int i) {
-    const int warpgroup = i / (kFloats / 4), group = i % (kFloats / 4) / 128;
-    const int warp = i / 32 % 4, lane = i % 32;
-    column = (HeadDim == 128 ? 64 * warpgroup : 0) + 16 * warp + lane / 4;
-    row = (HeadDim == 128 ? 0 : kColumns * warpgroup) + 8 * group + 2 * (lane % 4);
-  }
-};
-
-// One step's rows of one query head: blockIdx.x counts steps, then heads, then batches.
+// One unit of one query head: blockIdx.x counts units, then heads from `first_head` on, then
+// batches.
 struct QueryBlock {
   int64_t head_index;  // b * q_heads + head
   int b, head, first_row;
 
-  __device__ QueryBlock(const Problem& problem, int rows) {
-    const int steps = (problem.q_len + rows - 1) / rows;
-    head_index = blockIdx.x / steps;
+  __device__ QueryBlock(const Problem& problem, int64_t padded_rows, int64_t first_head = 0) {
+    const unsigned units = static_cast<unsigned>(padded_rows / kBackwardUnit);
+    head_index = first_head + blockIdx.x / units;
     b = static_cast<int>(head_index / problem.q_heads);
     head = static_cast<int>(head_index % problem.q_heads);
-    first_row = static_cast<int>(blockIdx.x % steps) * rows;
+    first_row = static_cast<int>(blockIdx.x % units) * kBackwardUnit;
   }
 };
 
 constexpr int kPassThreads = 256;
-
-template <int HeadDim>
-struct PassShape {
-  // Where there is an accumulator: of whole steps, since its fragments do not end with a row.
-  static constexpr int kRows = HeadDim <= 128 ? backward_tile_sm90(HeadDim).rows : 64;
-  // Threads of a row, 16 bytes each; a power of two, for the sum across them.
-  static constexpr int kLanes = HeadDim <= 64 ? 8 : HeadDim <= 128 ? 16 : 32;
-};
 
 // sum of eight products
 template <class T>
@@ -84,21 +58,25 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
   return sum;
 }
 
-// lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse for every head, and zeros in the accumulator.
+// lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse for every head, zeros in the first `lead`
+// key/value heads' accumulators and in all counters.
 // A row that contributes nothing gets lse2 = +inf, which makes its every probability exactly zero;
 // an lse of +inf, which a logit of +inf leaves, must not pass for that.
 template <class T, int HeadDim, bool ZeroDq>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_prepare_kernel(const __grid_constant__ BackwardParams params) {
-  constexpr int kRows = PassShape<HeadDim>::kRows, kLanes = PassShape<HeadDim>::kLanes;
-  constexpr int kRowsAtOnce = kPassThreads / kLanes;
-  grid_dependency_trigger();
+    backward_prepare_kernel(const __grid_constant__ BackwardParams params, int lead) {
+  // Threads of a row, 16 bytes each; a power of two, for the sum across them.
+  constexpr int kLanes = HeadDim <= 64 ? 8 : HeadDim <= 128 ? 16 : 32;
+  constexpr int kRows = kBackwardUnit, kRowsAtOnce = kPassThreads / kLanes;
   const PrefillParams& forward = params.forward;
   const BackwardWorkspace workspace(params);
-  const QueryBlock block(forward.problem, kRows);
+  const QueryBlock block(forward.problem, workspace.padded_rows);
   const int64_t first_padded = block.head_index * workspace.padded_rows + block.first_row;
 
-  if constexpr (ZeroDq) {
+  const int group = forward.problem.group();
+  if (ZeroDq && threadIdx.x == 0 && block.first_row == 0 && block.head % group == 0)
+    workspace.zeroed[block.head_index / group] = workspace.added[block.head_index / group] = 0.f;
+  if (ZeroDq && block.head_index < int64_t{lead} * group) {
     float4* dq = reinterpret_cast<float4*>(workspace.dq + first_padded * HeadDim);
 #pragma unroll
     for (int i = 0; i < kRows * HeadDim / 4 / kPassThreads; ++i)
@@ -134,46 +112,29 @@ __global__ void __launch_bounds__(kPassThreads)
       workspace.delta[first_padded + row] = delta;
     }
   }
+  grid_dependency_trigger();
 }
 
-// dq = scale * accumulator, through shared memory since the fragments run along columns.
+// dq = scale * accumulator of the last `lead` key/value heads.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_finish_kernel(const __grid_constant__ BackwardParams params) {
-  constexpr int kRows = PassShape<HeadDim>::kRows, kLanes = PassShape<HeadDim>::kLanes;
-  __shared__ alignas(16) T tile[kRows][HeadDim + 8];
+    backward_finish_kernel(const __grid_constant__ BackwardParams params, int lead) {
   const PrefillParams& forward = params.forward;
+  const Problem& problem = forward.problem;
   const BackwardWorkspace workspace(params);
-  const QueryBlock block(forward.problem, kRows);
-  const float scale = static_cast<float>(forward.scores.scale);
-  grid_dependency_trigger();
-  grid_dependency_wait();
-
-  const float4* dq = reinterpret_cast<const float4*>(
-      workspace.dq + (block.head_index * workspace.padded_rows + block.first_row) * HeadDim);
-#pragma unroll
-  for (int j = 0; j < kRows * HeadDim / 4 / kPassThreads; ++j) {
-    const int i = j * kPassThreads + threadIdx.x;
-    const DqFragment<HeadDim> at(i);
-    const float4 x = dq[i];
-    tile[at.row][at.column] = T(x.x * scale);
-    tile[at.row + 1][at.column] = T(x.y * scale);
-    tile[at.row][at.column + 8] = T(x.z * scale);
-    tile[at.row + 1][at.column + 8] = T(x.w * scale);
-  }
-  __syncthreads();
-
+  const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
+  const QueryBlock block(problem, workspace.padded_rows, (heads - lead) * problem.group());
   const RowRange valid = rows_with_keys(forward, block.b);
-  T* out = static_cast<T*>(params.dq.data);
-#pragma unroll
-  for (int j = 0; j < kRows * kLanes / kPassThreads; ++j) {
-    const int i = j * kPassThreads + threadIdx.x, row = i / kLanes, lane = i % kLanes;
-    const int t = block.first_row + row;
-    if (t >= forward.problem.q_len || lane * 8 >= forward.problem.head_dim) continue;
-    const bool contributes = t >= valid.begin && t < valid.end;
-    *reinterpret_cast<uint4*>(out + params.dq.offset(block.b, t, block.head) + lane * 8) =
-        contributes ? *reinterpret_cast<const uint4*>(&tile[row][lane * 8]) : uint4{};
-  }
+  const int group = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int t = block.first_row + 8 * group + lane / 4;
+  const float* dq =
+      workspace.dq + (block.head_index * workspace.padded_rows + block.first_row) * HeadDim;
+  grid_dependency_wait();
+  convert_row_group<T, HeadDim, HeadDim / 16>(
+      reinterpret_cast<const float4*>(dq) + group * 128 + lane,
+      static_cast<T*>(params.dq.data) + params.dq.offset(block.b, t, block.head) + 2 * (lane % 4),
+      t < problem.q_len ? problem.head_dim : 0, t >= valid.begin && t < valid.end,
+      static_cast<float>(forward.scores.scale));
 }
 
 }  // namespace flashattn

@@ -33,9 +33,17 @@ enum class BackwardOrder {
   kTogether,    // dV and dK start together: fewer registers
 };
 
+// When dQ of a step is computed and stored.
+enum class BackwardDq {
+  kNextStep,  // as the next step starts; stored under its S and dP
+  kBeforeDk,  // between dV and dK; stored under dK. S, dP and dQ read both operands from shared
+              // memory and take all of its bandwidth, dV and dK read one and leave half.
+};
+
 struct BackwardTile {
   int rows;  // query rows of a step
   BackwardOrder order;
+  BackwardDq dq;
   int unroll;  // unmasked steps between two full waits
 };
 
@@ -43,12 +51,13 @@ struct BackwardTile {
 // faster without a mask and slower with one). H 64: 128 rows, since dK and dV take half the
 // registers.
 constexpr BackwardTile backward_tile_sm90(int compiled_head_dim) {
-  return compiled_head_dim == 128 ? BackwardTile{64, BackwardOrder::kValueFirst, 2}
-                                  : BackwardTile{128, BackwardOrder::kTogether, 2};
+  return compiled_head_dim == 128
+             ? BackwardTile{64, BackwardOrder::kValueFirst, BackwardDq::kBeforeDk, 1}
+             : BackwardTile{128, BackwardOrder::kTogether, BackwardDq::kNextStep, 2};
 }
 
 // Without dQ.
-constexpr BackwardTile kBackwardDkvTile{64, BackwardOrder::kValueFirst, 2};
+constexpr BackwardTile kBackwardDkvTile{64, BackwardOrder::kValueFirst, BackwardDq::kNextStep, 2};
 
 // The kernel of dQ alone, 128 query rows a block: as many keys a step as registers (S, dP, dS, dQ:
 // up to 208 of 240) and shared memory hold.
@@ -75,29 +84,58 @@ constexpr int backward_section_sm90(bool causal, int compiled_head_dim) {
   return !causal ? 1 : compiled_head_dim == 64 ? 8 : 16;
 }
 
+// Query rows of a head by which its accumulator is zeroed and converted.
+constexpr int kBackwardUnit = 64;
+
+// Key/value heads by which the accumulator of dQ is zeroed ahead of the products and converted
+// behind them; the passes before and after do it for as many heads. Ahead: what the blocks in
+// flight need has been asked for a section before. Behind: the blocks in flight, at least, are not
+// waited for. A call with no more heads leaves it all to the passes.
+struct BackwardLead {
+  int zero, convert;
+};
+constexpr BackwardLead backward_lead_sm90(const Problem& problem, bool causal) {
+  const int blocks = (problem.kv_len + 127) / 128, in_flight = 150;
+  const int section = backward_section_sm90(causal, backward_head_dim_sm90(problem.head_dim));
+  const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
+  const int wave = (in_flight + blocks - 1) / blocks;
+  return {min_int(heads, max_int(2 * section, 2 * wave)), min_int(heads, max_int(section, wave))};
+}
+
 // Query rows of a head in the workspace: whole steps of every tile.
 constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127) / 128 * 128; }
 
-// Floats of workspace: lse in log2 units and delta for every row, and the accumulator of dQ.
+// Floats of workspace: lse in log2 units and delta for every row, the accumulator of dQ and its two
+// counters a key/value head.
 constexpr int64_t backward_workspace(const Problem& problem, bool deterministic) {
   const int64_t rows =
       int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
   const bool accumulates = backward_accumulates_dq(problem.head_dim, deterministic);
-  return rows * (2 + (accumulates ? backward_head_dim_sm90(problem.head_dim) : 0));
+  if (!accumulates) return rows * 2;
+  return rows * (2 + backward_head_dim_sm90(problem.head_dim)) +
+         2 * int64_t{problem.batch} * problem.kv_heads;
 }
 
 struct BackwardWorkspace {
-  float *lse2, *delta;  // (B, N, padded rows)
-  float* dq;            // (B, N, padded rows, compiled head dim) in the order of DqFragment
+  float *lse2, *delta;    // (B, N, padded rows)
+  float* dq;              // (B, N, padded rows, compiled head dim) in the order of DqFragment
+  float *zeroed, *added;  // (B, K): blocks that have zeroed their share, warpgroups done adding
   int64_t padded_rows;
 
   constexpr explicit BackwardWorkspace(const BackwardParams& params)
-      : lse2(params.workspace), delta(nullptr), dq(nullptr), padded_rows(0) {
+      : lse2(params.workspace),
+        delta(nullptr),
+        dq(nullptr),
+        zeroed(nullptr),
+        added(nullptr),
+        padded_rows(0) {
     const Problem& problem = params.forward.problem;
     padded_rows = backward_padded_rows(problem.q_len);
     const int64_t rows = int64_t{problem.batch} * problem.q_heads * padded_rows;
     delta = lse2 + rows;
     dq = delta + rows;
+    zeroed = dq + rows * backward_head_dim_sm90(problem.head_dim);
+    added = zeroed + int64_t{problem.batch} * problem.kv_heads;
   }
 };
 

@@ -3,6 +3,7 @@
 #ifndef FLASHATTN_CUDA_BACKWARD_PRODUCER_SM90_CUH_
 #define FLASHATTN_CUDA_BACKWARD_PRODUCER_SM90_CUH_
 
+#include "backward_accumulator_sm90.cuh"
 #include "backward_passes.cuh"
 #include "backward_plan.h"
 #include "backward_sm90_parts.cuh"
@@ -46,6 +47,7 @@ struct BackwardGrid {
   int key_blocks, section;  // section: key/value heads whose key blocks are interleaved
   int heads;                // key/value heads, counted through the batches
   int group;                // query heads of a key/value head
+  BackwardLead lead;
   float scale, scale_log2;  // of the scores; in log2 units
   BackwardWorkspace workspace;
 };
@@ -115,6 +117,11 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
   loader.template load<L::kKeys>(smem + L::kK, &maps.k, barriers.k_full, task.first_key,
                                  task.kv_head, task.b % forward.k.batches, keys, problem.kv_len, 0);
   grid_dependency_wait();  // lse2 and delta; the tiles do not depend on the pass before
+  if constexpr (L::kAccumulates) {
+    const int kv_head_index = task.b * problem.kv_heads + task.kv_head;
+    if (kv_head_index >= grid.lead.zero)
+      wait_for_count(grid.workspace.zeroed + kv_head_index, grid.key_blocks);
+  }
 #pragma unroll 1
   for (int g = 0; g < grid.group; ++g) {
     const int head = task.kv_head * grid.group + g;

@@ -12,32 +12,40 @@
 
 namespace flashattn {
 
-// One block of a pass for every step's rows of every query head.
-template <int HeadDim>
-Status launch_backward_pass(const char* name, const void* kernel, const BackwardParams& params,
-                            bool programmatic, const Device& device, cudaStream_t stream) {
-  constexpr int kRows = PassShape<HeadDim>::kRows;
-  const Problem& problem = params.forward.problem;
-  const unsigned steps = (problem.q_len + kRows - 1) / kRows;
-  const unsigned heads = static_cast<unsigned>(problem.batch) * problem.q_heads;
+// One block of a pass for every unit of `heads` query heads; `lead` is the kernel's.
+inline Status launch_backward_pass(const char* name, const void* kernel,
+                                   const BackwardParams& params, int64_t heads, int lead,
+                                   bool programmatic, const Device& device, cudaStream_t stream) {
+  const int64_t units = backward_padded_rows(params.forward.problem.q_len) / kBackwardUnit;
   BackwardParams mutable_params = params;
-  void* args[] = {&mutable_params};
-  return launch({name, kernel, dim3(steps * heads), kPassThreads, 0, 1, programmatic}, args, device,
-                stream);
+  void* args[] = {&mutable_params, &lead};
+  return launch(
+      {name, kernel, dim3(static_cast<unsigned>(units * heads)), kPassThreads, 0, 1, programmatic},
+      args, device, stream);
+}
+
+inline BackwardLead backward_lead_of(const BackwardParams& params) {
+  return backward_lead_sm90(params.forward.problem, params.forward.scores.window_right == 0);
 }
 
 template <class T, int HeadDim, bool ZeroDq>
 Status launch_backward_prepare(const BackwardParams& params, const Device& device,
                                cudaStream_t stream) {
   const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim, ZeroDq>);
-  return launch_backward_pass<HeadDim>("backward_prepare", kernel, params, false, device, stream);
+  const Problem& problem = params.forward.problem;
+  return launch_backward_pass("backward_prepare", kernel, params,
+                              int64_t{problem.batch} * problem.q_heads,
+                              backward_lead_of(params).zero, false, device, stream);
 }
 
 template <class T, int HeadDim>
 Status launch_backward_finish(const BackwardParams& params, const Device& device,
                               cudaStream_t stream) {
   const void* kernel = reinterpret_cast<const void*>(&backward_finish_kernel<T, HeadDim>);
-  return launch_backward_pass<HeadDim>("backward_finish", kernel, params, true, device, stream);
+  const int lead = backward_lead_of(params).convert;
+  return launch_backward_pass("backward_finish", kernel, params,
+                              int64_t{lead} * params.forward.problem.group(), lead, true, device,
+                              stream);
 }
 
 // A kernel that owns keys, programmatically behind the prepare pass. L is its layout.
@@ -66,6 +74,7 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
                     backward_section_sm90(forward.scores.window_right == 0, HeadDim),
                     problem.batch * problem.kv_heads,
                     problem.group(),
+                    backward_lead_of(params),
                     scale,
                     scale * kLog2e,
                     BackwardWorkspace(params)};

@@ -203,6 +203,17 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// ---- counters in global memory, between the blocks of a grid. What was written before an addition
+// is visible to whoever has read its result.
+__device__ __forceinline__ float load_acquire_f32(const float* counter) {
+  float x;
+  asm volatile("ld.acquire.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(counter) : "memory");
+  return x;
+}
+__device__ __forceinline__ void add_release_f32(float* counter, float x) {
+  asm volatile("red.release.gpu.global.add.f32 [%0], %1;" ::"l"(counter), "f"(x) : "memory");
+}
+
 }  // namespace flashattn
 
 #endif  // FLASHATTN_CUDA_PTX_CUH_

@@ -49,6 +49,11 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same for global memory, and the other way round: bulk copies before, ordinary accesses after.
+__device__ __forceinline__ void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // ---- TMA. Tensor maps are 5-D {64 columns, rows, 64-column chunk, head, batch}: one instruction
 // moves a whole tile, chunk after chunk, each chunk `rows` x 128 bytes in the 128-byte swizzle.
 __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) {
