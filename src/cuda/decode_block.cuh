@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "decode_plan.h"
+#include "fast_divisor.h"
 #include "ptx.cuh"
 
 namespace flashattn {
@@ -61,9 +62,6 @@ struct DecodeArgs {
   float4* partial_stats;
 };
 
-__device__ __forceinline__ int divide(int n, const FastDivisor& by) {
-  return static_cast<int>((__umulhi(n, by.multiplier) + static_cast<uint32_t>(n)) >> by.shift);
-}
 // Operands that vmap does not map have fewer batches than the call and are read again.
 __device__ __forceinline__ int batch_entry(int b, const FastDivisor& batches) {
   return remainder(b, batches);
