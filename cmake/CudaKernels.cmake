@@ -45,6 +45,7 @@ cuda_kernel(prefill_sm90 PARAMS PrefillParams ARCHITECTURES ${HOPPER_ARCHITECTUR
 cuda_kernel(backward_sm80 PARAMS BackwardParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${HEAD_DIMS})
 cuda_kernel(backward_sm90 PARAMS BackwardParams ARCHITECTURES ${HOPPER_ARCHITECTURES} HEAD_DIMS ${BACKWARD_SM90_HEAD_DIMS})
 cuda_kernel(decode PARAMS DecodeParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${DECODE_HEAD_DIMS})
+cuda_kernel(decode_latent_sm90 PARAMS DecodeParams ARCHITECTURES ${HOPPER_ARCHITECTURES} HEAD_DIMS 576)
 
 # Tests of the Hopper building blocks.
 add_library(selftest OBJECT src/cuda/selftest.cu)

@@ -400,6 +400,7 @@ inline ffi::ErrorOr<DecodeParams> make_decode_params(const DecodeAttrs& attrs, c
   if (e.failure()) return ffi::Unexpected(e);
   p.k = layout.strided(in["key_cache"]);
   p.v = layout.strided(value_cache);
+  p.values_in_keys = values_in_keys;
   if (paged) {
     p.page_size = static_cast<int>(page_size);
     p.num_pages = p.k.batches;

@@ -151,6 +151,7 @@ struct DecodeParams {
   DType cache_dtype;
   Strided q, o;
   Strided k, v;  // paged: `batch` is the stride of a page, `seq` of a token inside it
+  bool values_in_keys = false;  // v is k: the values are the keys' first value_dim dimensions
   Rows lse;
   Table<const int32_t> seq_lens;  // (b, 1), clamped on read to [0, kv_len]
   Table<const int32_t>

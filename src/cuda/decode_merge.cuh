@@ -65,10 +65,9 @@ __device__ __forceinline__ OutputRow<T> output_row(const DecodeArgs& args, const
           args.sinks ? args.sinks + sink : nullptr, args.value_dim};
 }
 
-// Normalises and stores one item of a row; item 0 also stores the lse.
-template <class T, bool ByteCache>
-__device__ __forceinline__ void store_item(const OutputRow<T>& row, int item, float4 values,
-                                           RowStats stats) {
+// Adds the sink, if there is one, and returns what the accumulators have to be multiplied with.
+template <class T>
+__device__ __forceinline__ float normalize(const OutputRow<T>& row, RowStats& stats) {
   float scale = 1.0f;
   if (row.sink) {
     const float sink = kLog2e * *row.sink;
@@ -78,7 +77,21 @@ __device__ __forceinline__ void store_item(const OutputRow<T>& row, int item, fl
     stats.exact_sum = fmaf(stats.exact_sum, scale, weight);
     stats.max = raised;
   }
-  scale = stats.sum == 0.0f ? 0.0f : scale * rcp_approx(stats.sum);
+  return stats.sum == 0.0f ? 0.0f : scale * rcp_approx(stats.sum);
+}
+
+// `stats` as normalize() leaves them.
+template <class T>
+__device__ __forceinline__ void store_lse(const OutputRow<T>& row, const RowStats& stats) {
+  if (row.lse)
+    *row.lse = stats.sum == 0.0f ? -INFINITY : (stats.max + log2_approx(stats.exact_sum)) * kLn2;
+}
+
+// Normalises and stores one item of a row; item 0 also stores the lse.
+template <class T, bool ByteCache>
+__device__ __forceinline__ void store_item(const OutputRow<T>& row, int item, float4 values,
+                                           RowStats stats) {
+  const float scale = normalize(row, stats);
   const float dims[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -86,8 +99,7 @@ __device__ __forceinline__ void store_item(const OutputRow<T>& row, int item, fl
         StagedDims<ByteCache>::first(item / 8, item % 8) + StagedDims<ByteCache>::step(i);
     if (dim < row.value_dim) row.out[dim] = static_cast<T>(dims[i] * scale);
   }
-  if (item == 0 && row.lse)
-    *row.lse = stats.sum == 0.0f ? -INFINITY : (stats.max + log2_approx(stats.exact_sum)) * kLn2;
+  if (item == 0) store_lse(row, stats);
 }
 
 // The partial outputs in the workspace: all rows of a slot, then their RowStats.

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "backward_plan.h"
+#include "decode_latent_plan.h"
 #include "decode_plan.h"
 #include "instances.h"
 #include "launch.h"
@@ -70,17 +71,24 @@ Explained explain_backward(const BackwardParams& params, const Device& device) {
 Explained explain_decode(const DecodeParams& params, const Device& device) {
   const Choice choice = choose_decode(params, device);
   if (choice.path == Choice::kNone) return {"", choice.reason, ""};
+  const DecodeDevice facts = {device.sm_count, device.major, device.shared_memory_per_block};
+  if (choice.path == Choice::kSm90) {
+    const DecodePlan plan = plan_latent(params, facts);
+    return {"decode (sm90 latent)", "",
+            "latent kernel, " + number(plan.splits) + " splits" +
+                (plan.combines() ? ", merged by a second kernel" : "") + ", " +
+                number(plan.row_blocks) + " blocks of 64 query rows: " + plan.reason};
+  }
   const int head_dim = compiled_head_dim(
       DecodeHeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));
-  const DecodePlan plan = plan_decode(
-      params, head_dim, {device.sm_count, device.major, device.shared_memory_per_block});
+  const DecodePlan plan = plan_decode(params, head_dim, facts);
   const std::string merge = plan.cluster > 1  ? ", merged inside a cluster"
                             : plan.combines() ? ", merged by a second kernel"
                                               : "";
   const std::string kernel = plan.featured ? "featured lean kernel, "
                              : plan.lean   ? "lean kernel, "
                                            : "general kernel, ";
-  return {plan.cluster > 1 ? "decode (sm90 cluster)" : "decode", "",
+  return {plan.cluster > 1 ? "decode (sm90 cluster)" : "decode", choice.reason,
           kernel + number(plan.splits) + " splits" + merge + ", " + number(plan.warps) +
               " warps, " + number(plan.stages) + " stages: " + plan.reason};
 }

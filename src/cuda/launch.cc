@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "backward_plan.h"
+#include "decode_latent_plan.h"
 #include "instances.h"
 #include "tiles_sm90.h"
 
@@ -101,8 +102,12 @@ Choice choose_backward(const BackwardParams& params, const Device& device) {
 }
 
 Choice choose_decode(const DecodeParams& params, const Device& device) {
-  std::string problem = unsupported(params.problem, DecodeHeadDims{}, device);
-  return problem.empty() ? Choice{Choice::kSm80, ""} : Choice{Choice::kNone, problem};
+  const Problem& problem = params.problem;
+  if (std::string text = unsupported(problem, DecodeHeadDims{}, device); !text.empty())
+    return {Choice::kNone, text};
+  if (device.major != 9 || problem.head_dim != kLatentHeadDim) return {Choice::kSm80, ""};
+  const char* refusal = latent_refusal(params);
+  return refusal == nullptr ? Choice{Choice::kSm90, ""} : Choice{Choice::kSm80, refusal};
 }
 
 Status launch_prefill(const PrefillParams& params, const Device& device, cudaStream_t stream) {
@@ -131,6 +136,11 @@ Status launch_backward(const BackwardParams& params, const Device& device, cudaS
 Status launch_decode(const DecodeParams& params, const Device& device, cudaStream_t stream) {
   const Choice choice = choose_decode(params, device);
   if (choice.path == Choice::kNone) return {choice.reason};
+  if (choice.path == Choice::kSm90) {
+    return with_dtype(DTypes{}, params.problem.dtype, [&](auto element) {
+      return launch_decode_latent_sm90<decltype(element), kLatentHeadDim>(params, device, stream);
+    });
+  }
   return with_kernel(params.problem, DecodeHeadDims{}, [&](auto element, auto dim) {
     return launch_decode<decltype(element), dim()>(params, device, stream);
   });

@@ -26,6 +26,9 @@ Status launch_backward_sm90(const BackwardParams& params, const Device& device,
                             cudaStream_t stream);
 template <class T, int HeadDim>
 Status launch_decode(const DecodeParams& params, const Device& device, cudaStream_t stream);
+template <class T, int HeadDim>
+Status launch_decode_latent_sm90(const DecodeParams& params, const Device& device,
+                                 cudaStream_t stream);
 
 // Which kernel a call gets, and why not a faster one.
 struct Choice {

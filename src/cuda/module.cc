@@ -145,7 +145,8 @@ nb::tuple explain(const std::string& op, nb::dict sizes, nb::dict dtypes, nb::di
     p.cache_dtype = dtype("key_cache");
     p.q = queries(problem.head_dim), p.o = queries(problem.value_dim);
     p.k = keys(problem.head_dim);
-    p.v = dtypes.contains("value_cache") ? keys(problem.value_dim) : p.k;
+    p.values_in_keys = !dtypes.contains("value_cache");
+    p.v = p.values_in_keys ? p.k : keys(problem.value_dim);
     p.page_table.data = static_cast<int32_t*>(given("page_table"));
     p.page_size = size("page_size");
     p.num_splits = nb::cast<int>(options["num_splits"]);

@@ -71,6 +71,9 @@ __device__ __forceinline__ float2 shared_load_f32x2(uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address));
   return r;
 }
+__device__ __forceinline__ void shared_store_f32x2(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
 __device__ __forceinline__ void shared_store_f32x4(uint32_t address, float x, float y, float z,
                                                    float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x), "f"(y), "f"(z),
