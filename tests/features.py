@@ -206,7 +206,10 @@ GROUPS = {
         Feature("several new tokens", decode=_each(_DECODE, tokens=(2, 5, 17))),
         Feature(
             "values that are part of the keys",
-            decode=_each(_DECODE.replace(latent=True, value_dim=64), head_dim=(64, 576)),
+            decode=(
+                _DECODE.replace(latent=True, value_dim=64, head_dim=64),
+                _DECODE.replace(latent=True, value_dim=512, head_dim=576),
+            ),
         ),
         Feature("paged", decode=_each(_DECODE, page_size=(3, 16, 64), **_LAYOUTS)),
         *(

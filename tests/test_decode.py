@@ -235,7 +235,8 @@ def test_arguments(platform):
     check_same(jax.jit(jax_flashattn.decode)(**arrays), out)
 
 
-LATENT = DecodeCase(head_dim=576, value_dim=512, q_heads=16, kv_heads=1, latent=True)
+LATENT_HEADS = dict(head_dim=576, value_dim=512, q_heads=16, kv_heads=1, latent=True)
+LATENT = DecodeCase(**LATENT_HEADS)
 
 
 @pytest.mark.parametrize("q_heads", [1, 16, 20, 64, 128])
@@ -263,6 +264,29 @@ def test_latent(platform, q_heads, tokens, dtype):
 )
 def test_latent_options(platform, change):
     check_decode(platform, LATENT.replace(**change))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 192, 193, 1000])
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_latent_lengths(platform, length, num_splits):
+    """Around the edges of 64 keys, from one tile to several on each split."""
+    lengths = (length, max(0, length - 64), 256)
+    check_decode(platform, LATENT.replace(lengths=lengths, capacity=1024, num_splits=num_splits))
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_latent_batch_invariant(platform, page_size):
+    lengths = (300, 5, 257, 64)
+    case = LATENT.replace(lengths=lengths, capacity=512, batch_invariant=True, page_size=page_size)
+    case = platform.fit(case)
+    arrays = make_inputs(case)
+    out, lse = decode(case, arrays)
+    rows = ("query", "seq_lens") + (("page_table",) if page_size else ("key_cache",))
+    for index in ([0], [1], [2, 3], [3, 2, 1, 0], [2] * 33):
+        some = {name: x[np.array(index)] if name in rows else x for name, x in arrays.items()}
+        some_out, some_lse = decode(case, some)
+        check_same(some_out, out[np.array(index)])
+        check_same(some_lse, lse[np.array(index)])
 
 
 @pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
@@ -300,6 +324,15 @@ def test_latent_equals_a_copy_of_the_values(platform):
         (dict(head_dim=80), "general"),
         (dict(cache_dtype="int8"), "general"),
         (dict(cache_dtype="float8_e4m3fn", page_size=16, scales="page"), "general"),
+        (LATENT_HEADS, "latent"),
+        (LATENT_HEADS | dict(sinks=True, tokens=3, layout="BNTH"), "latent"),
+        (LATENT_HEADS | dict(page_size=8), "latent"),
+        (LATENT_HEADS | dict(page_size=128, num_splits=2), "latent"),
+        (LATENT_HEADS | dict(page_size=24), "general"),
+        (LATENT_HEADS | dict(window=40), "general"),
+        (LATENT_HEADS | dict(softcap=5.0), "general"),
+        (LATENT_HEADS | dict(cache_dtype="int8"), "general"),
+        (LATENT_HEADS | dict(latent=False), "general"),
     ],
 )
 def test_kernels_of_hopper(platform, change, kernel):

@@ -45,6 +45,22 @@ def test_latent(platform, page_size):
     check_decode(platform, case.replace(page_size=page_size, lengths=(160, 0, 130)))
 
 
+@pytest.mark.parametrize("page_size", [8, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_absent_pages_of_latent_caches(platform, page_size, tokens):
+    """In the middle of a sequence and behind its end."""
+    case = DecodeCase(head_dim=576, value_dim=512, q_heads=16, kv_heads=1, latent=True)
+    case = platform.fit(
+        case.replace(page_size=page_size, lengths=(300, 64), capacity=320, tokens=tokens)
+    )
+    arrays = make_inputs(case)
+    arrays["page_table"][:, ::3] = RUBBISH_PAGE
+    out, lse = decode(case, arrays)
+    true_out, true_lse = truth.decode(**arrays, **case.options())
+    check(out, true_out, xla_decode(case, arrays))
+    check_lse(lse, true_lse)
+
+
 def test_equals_contiguous(platform):
     """The same tokens in pages and in one piece."""
     case = platform.fit(DecodeCase(lengths=(150, 64, 3), page_size=16))
