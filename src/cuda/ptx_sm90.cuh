@@ -114,6 +114,17 @@ __device__ __forceinline__ void tma_store_packed(const CUtensorMap* map, uint32_
       "r"(shared), "r"(column), "r"(0), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
+// tma_load_4d to the same place in every block of the cluster that `blocks` has a bit for; it
+// completes on the barrier of each.
+__device__ __forceinline__ void tma_load_4d_multicast(uint32_t shared, const CUtensorMap* map,
+                                                      uint32_t barrier, int column, int row,
+                                                      int head, int batch, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3,%4,%5,%6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "h"(blocks)
+      : "memory");
+}
 // global[0..bytes) += shared[0..bytes), fp32, contiguous; bytes a multiple of 16.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* global, uint32_t shared,
                                                     uint32_t bytes) {
@@ -223,6 +234,15 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int block) 
   uint32_t r;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(shared), "r"(block));
   return r;
+}
+// mbarrier_arrive_if on a barrier of another block of the cluster, or of this one.
+__device__ __forceinline__ void mbarrier_arrive_cluster_if(bool condition,
+                                                           uint32_t cluster_barrier) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %1, 0; "
+      "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];}" ::"r"(cluster_barrier),
+      "r"(static_cast<int>(condition))
+      : "memory");
 }
 // Stores that complete on a barrier of the block that they go to.
 __device__ __forceinline__ void store_async(uint32_t cluster_shared, float4 x,
