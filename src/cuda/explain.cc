@@ -34,6 +34,16 @@ std::string describe_backward_sm90(const BackwardParams& params) {
                                : "above 128, L2 could not add up dQ fast enough");
 }
 
+// Of a head dim above 256.
+std::string describe_pieces(int value_dim) {
+  const int groups = value_groups_of(value_dim);
+  const std::string pieces =
+      ": pieces of " + number(kWidePieceColumns) + " columns, since a whole row does not fit";
+  return groups == 1 ? pieces
+                     : pieces + "; " + number(groups) + " blocks of " + number(kWideValueColumns) +
+                           " value columns, each making the scores";
+}
+
 }  // namespace
 
 Explained explain_prefill(const PrefillParams& params, const Device& device) {
@@ -49,11 +59,13 @@ Explained explain_prefill(const PrefillParams& params, const Device& device) {
     if (packed > 1) details += "; " + number(packed) + " query heads share a tile's rows";
     return {"sm90", "", details};
   }
-  const int head_dim = compiled_head_dim(HeadDims{}, std::max(problem.head_dim, problem.value_dim));
+  const int head_dim =
+      compiled_head_dim(GenericHeadDims{}, std::max(problem.head_dim, problem.value_dim));
   const PrefillTileSm80 tile = prefill_tile_sm80(head_dim);
-  return {"sm80", choice.reason,
-          "tile " + number(tile.block_q) + "x" + number(kPrefillBlockKv) + ", head dim " +
-              number(head_dim) + ", " + number(tile.warps) + " warps"};
+  std::string details = "tile " + number(tile.block_q) + "x" + number(kPrefillBlockKv) +
+                        ", head dim " + number(head_dim) + ", " + number(tile.warps) + " warps";
+  if (is_wide(head_dim)) details += describe_pieces(problem.value_dim);
+  return {"sm80", choice.reason, details};
 }
 
 Explained explain_backward(const BackwardParams& params, const Device& device) {
@@ -61,7 +73,8 @@ Explained explain_backward(const BackwardParams& params, const Device& device) {
   if (choice.path == Choice::kNone) return {"", choice.reason, ""};
   if (choice.path == Choice::kSm90) return {"sm90", "", describe_backward_sm90(params)};
   const Problem& problem = params.forward.problem;
-  const int head_dim = compiled_head_dim(HeadDims{}, std::max(problem.head_dim, problem.value_dim));
+  const int head_dim =
+      compiled_head_dim(GenericHeadDims{}, std::max(problem.head_dim, problem.value_dim));
   return {"sm80", choice.reason,
           "dK and dV in one kernel, dQ in another, head dim " + number(head_dim) +
               ": deterministic, nothing is added across blocks"};
@@ -71,7 +84,7 @@ Explained explain_decode(const DecodeParams& params, const Device& device) {
   const Choice choice = choose_decode(params, device);
   if (choice.path == Choice::kNone) return {"", choice.reason, ""};
   const int head_dim = compiled_head_dim(
-      DecodeHeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));
+      GenericHeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));
   const DecodePlan plan = plan_decode(
       params, head_dim, {device.sm_count, device.major, device.shared_memory_per_block});
   const std::string merge = plan.cluster > 1  ? ", merged inside a cluster"
