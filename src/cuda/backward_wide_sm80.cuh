@@ -55,7 +55,7 @@ class BackwardWideSm80Block : BackwardSm80Walk<Config> {
   using typename Walk::T;
   using Walk::capacity_, Walk::first_row_, Walk::forward_, Walk::head_, Walk::lane_, Walk::memory_,
       Walk::params_, Walk::part_, Walk::problem_, Walk::rows_, Walk::sequence_, Walk::shared_,
-      Walk::streamed_, Walk::y0_, Walk::y1_;
+      Walk::streamed_;
   using Walk::first_position, Walk::length, Walk::load_statistics, Walk::narrow_to_segments,
       Walk::next, Walk::step_count, Walk::threads, Walk::warp_row, Walk::warps, Walk::writes_dbias,
       Walk::zero_rows_without_keys, Walk::zero_unvisited_dbias;
@@ -149,18 +149,21 @@ class BackwardWideSm80Block : BackwardSm80Walk<Config> {
   // A piece of a step's rows, and with the first one their statistics, to a buffer.
   template <Sums Wanted>
   __device__ void load(int step, const StreamPosition& at, int piece, int index) const {
-    HeadView<T> y0 = y0_, y1 = y1_;
-    if constexpr (kOwnsKeys) {
-      y0.data += at.q_head * forward_.q.head;
-      y1.data += at.q_head * params_.dout.head;
-    }
     const int products = product_pieces<Wanted>();
-    const HeadView<T> from = piece < key_pieces_ ? columns_from(y0, piece)
-                             : piece < products  ? columns_from(y1, piece - key_pieces_)
-                                                 : columns_from(Wanted == Sums::kValues ? y1 : y0,
-                                                                first_sum_ + piece - products);
-    copy_rows_async<kPieceColumns>(buffer(index), from, at.first, kStreamedRows, streamed_,
-                                   threads());
+    const bool is_sum = piece >= products;
+    const bool is_y0 = is_sum ? Wanted != Sums::kValues : piece < key_pieces_;
+    const int index_in_row = is_sum  ? piece - products + first_sum_
+                             : is_y0 ? piece
+                                     : piece - key_pieces_;
+    // Found anew for every piece: views would take registers that the sums have filled.
+    int batch = sequence_.batch;
+    opaque(batch);
+    const int head = kOwnsKeys ? at.q_head : head_ / problem_.group();
+    const HeadView<T> y =
+        is_y0 ? HeadView<T>(kOwnsKeys ? forward_.q : forward_.k, batch, head, problem_.head_dim)
+              : HeadView<T>(kOwnsKeys ? params_.dout : forward_.v, batch, head, problem_.value_dim);
+    copy_rows_async<kPieceColumns>(buffer(index), columns_from(y, index_in_row), at.first,
+                                   kStreamedRows, streamed_, threads());
     if constexpr (kOwnsKeys) {
       // Owned queries read theirs once, into registers.
       constexpr int kRowsAChunk = 16 / sizeof(RowStatistics);
