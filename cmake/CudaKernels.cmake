@@ -14,7 +14,7 @@ add_custom_target(wgmma_header DEPENDS "${wgmma_header}")
 list(JOIN DTYPES ", " dtypes)
 list(JOIN HEAD_DIMS ", " head_dims)
 list(JOIN BACKWARD_SM90_HEAD_DIMS ", " backward_sm90_head_dims)
-list(JOIN DECODE_HEAD_DIMS ", " decode_head_dims)
+list(JOIN GENERIC_HEAD_DIMS ", " generic_head_dims)
 configure_file(cmake/instances.h.in "${generated}/instances.h")
 
 set(kernel_objects)
@@ -40,11 +40,11 @@ function(cuda_kernel name)
   set(kernel_objects ${kernel_objects} $<TARGET_OBJECTS:${name}> PARENT_SCOPE)
 endfunction()
 
-cuda_kernel(prefill_sm80 PARAMS PrefillParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${HEAD_DIMS})
+cuda_kernel(prefill_sm80 PARAMS PrefillParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${GENERIC_HEAD_DIMS})
 cuda_kernel(prefill_sm90 PARAMS PrefillParams ARCHITECTURES ${HOPPER_ARCHITECTURES} HEAD_DIMS ${HEAD_DIMS})
-cuda_kernel(backward_sm80 PARAMS BackwardParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${HEAD_DIMS})
+cuda_kernel(backward_sm80 PARAMS BackwardParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${GENERIC_HEAD_DIMS})
 cuda_kernel(backward_sm90 PARAMS BackwardParams ARCHITECTURES ${HOPPER_ARCHITECTURES} HEAD_DIMS ${BACKWARD_SM90_HEAD_DIMS})
-cuda_kernel(decode PARAMS DecodeParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${DECODE_HEAD_DIMS})
+cuda_kernel(decode PARAMS DecodeParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${GENERIC_HEAD_DIMS})
 cuda_kernel(decode_latent_sm90 PARAMS DecodeParams ARCHITECTURES ${HOPPER_ARCHITECTURES} HEAD_DIMS 576)
 
 # Tests of the Hopper building blocks.

@@ -141,7 +141,7 @@ def reasons_against(
         return None, _ffi.cuda_problem
     if query.dtype not in (jnp.float16, jnp.bfloat16):
         return None, f"there is no CUDA kernel for {query.dtype}"
-    largest = _ffi.cuda().largest_head_dim("prefill")
+    largest = _ffi.cuda().largest_head_dim()
     if h > largest:
         return None, f"the head dim {h} is above {largest}"
     return None, None

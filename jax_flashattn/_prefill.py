@@ -215,7 +215,7 @@ def without_keys(operands, results, options):
 
 def check_cuda(op, dtype, head_dims):
     """Raises NotImplementedError if no CUDA kernel takes the call."""
-    largest = _ffi.cuda().largest_head_dim(op)
+    largest = _ffi.cuda().largest_head_dim()
     if max(head_dims) > largest:
         arguments.fail(NotImplementedError, op, "query", "has a head dim without a CUDA kernel",
                        max(head_dims), f"at most {largest}; jax.nn takes any")  # fmt: skip

@@ -33,7 +33,7 @@ def refused(platform, op, case) -> bool:
     """Whether the platform has no kernel for the head dim, and must say so."""
     if platform.name == "cpu":
         return False
-    return max(case.head_dim, case.value_dim or 0) > _ffi.cuda().largest_head_dim(op)
+    return max(case.head_dim, case.value_dim or 0) > _ffi.cuda().largest_head_dim()
 
 
 def check_decode(platform, case, seed=0):

@@ -21,8 +21,10 @@
 #include "backward_sm80_block.cuh"
 #include "backward_sm80_plan.h"
 #include "backward_sm80_rows.cuh"
+#include "backward_wide_sm80.cuh"
 #include "device.h"
 #include "params.h"
+#include "tiles_sm80.h"
 
 namespace flashattn {
 
@@ -44,6 +46,22 @@ __global__ __launch_bounds__(32 * Config::kMaxWarps, Config::kMinBlocks) void ba
   Block(params, stages, memory, block_index_again()).store();
 }
 
+template <class Config>
+__global__
+__launch_bounds__(32 * Config::kMaxWarps, Config::kMinBlocks) void backward_wide_sm80_kernel(
+    const __grid_constant__ BackwardParams params) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  using Block = BackwardWideSm80Block<Config>;
+  Block(params, memory, blockIdx.x).run();
+  __syncthreads();
+  Block(params, memory, block_index_again()).store();
+}
+
+// Names a side in errors and profiles.
+constexpr const char* backward_side_name(bool owns_keys) {
+  return owns_keys ? "backward_sm80 (dk, dv)" : "backward_sm80 (dq)";
+}
+
 // As many warps as fit, since they share the streamed rows; then two stages if those fit too.
 template <class Config>
 Status launch_backward_side(const BackwardParams& params, const Device& device,
@@ -60,7 +78,7 @@ Status launch_backward_side(const BackwardParams& params, const Device& device,
   const int64_t blocks = (int64_t{length} + rows - 1) / rows * heads * problem.batch;
   if (blocks == 0) return {};
 
-  const Launch what = {Config::kOwnsKeys ? "backward_sm80 (dk, dv)" : "backward_sm80 (dq)",
+  const Launch what = {backward_side_name(Config::kOwnsKeys),
                        reinterpret_cast<const void*>(&backward_sm80_kernel<Config>),
                        dim3(static_cast<unsigned>(blocks)), 32 * warps,
                        Config::shared_memory(warps, stages)};
@@ -68,15 +86,47 @@ Status launch_backward_side(const BackwardParams& params, const Device& device,
   return launch(what, args, device, stream);
 }
 
+// As many rows as fit, since they share the streamed ones.
+template <class Config>
+Status launch_backward_wide_side(const BackwardParams& params, const Device& device,
+                                 cudaStream_t stream) {
+  const Problem& problem = params.forward.problem;
+  const int length = Config::kOwnsKeys ? problem.kv_len : problem.q_len;
+  const int heads = Config::kOwnsKeys ? problem.kv_heads : problem.q_heads;
+  int warps = Config::kMaxWarps;
+  while (warps > 1 && Config::shared_memory(problem, warps) > device.shared_memory_per_block) {
+    --warps;
+  }
+  const int rows = Config::owned_rows(warps);
+  const int64_t blocks =
+      (int64_t{length} + rows - 1) / rows * heads * problem.batch * Config::parts(problem);
+  if (blocks == 0) return {};
+  const Launch what = {backward_side_name(Config::kOwnsKeys),
+                       reinterpret_cast<const void*>(&backward_wide_sm80_kernel<Config>),
+                       dim3(static_cast<unsigned>(blocks)), 32 * warps,
+                       Config::shared_memory(problem, warps)};
+  void* args[] = {const_cast<BackwardParams*>(&params)};
+  return launch(what, args, device, stream);
+}
+
 template <class T, int HeadDim, int ValueDim, bool Featured>
 Status launch_backward_sides(const BackwardParams& params, const Device& device,
                              cudaStream_t stream) {
-  using Keys = BackwardSm80Config<T, HeadDim, ValueDim, Owned::kKeys, Featured>;
-  using Queries = BackwardSm80Config<T, HeadDim, ValueDim, Owned::kQueries, Featured>;
-  if (Status status = launch_backward_side<Keys>(params, device, stream); !status.ok()) {
-    return status;
+  if constexpr (is_wide(HeadDim)) {
+    using Keys = BackwardWideSm80Config<T, Owned::kKeys, Featured>;
+    using Queries = BackwardWideSm80Config<T, Owned::kQueries, Featured>;
+    if (Status status = launch_backward_wide_side<Keys>(params, device, stream); !status.ok()) {
+      return status;
+    }
+    return launch_backward_wide_side<Queries>(params, device, stream);
+  } else {
+    using Keys = BackwardSm80Config<T, HeadDim, ValueDim, Owned::kKeys, Featured>;
+    using Queries = BackwardSm80Config<T, HeadDim, ValueDim, Owned::kQueries, Featured>;
+    if (Status status = launch_backward_side<Keys>(params, device, stream); !status.ok()) {
+      return status;
+    }
+    return launch_backward_side<Queries>(params, device, stream);
   }
-  return launch_backward_side<Queries>(params, device, stream);
 }
 
 template <class T, int HeadDim, int ValueDim>

@@ -72,10 +72,14 @@ __global__ __launch_bounds__(kRowThreads) void backward_sm80_rows_kernel(
   // A row without keys can have an lse, its sink; its dO is not read, for it may hold anything.
   const Range keys = sequence.keys_seen_by(t, t);
   float delta = 0.0f;
-  if (contributes && keys.begin < keys.end && 8 * lane < forward.problem.value_dim) {
+  if (contributes && keys.begin < keys.end) {
     const T* o = static_cast<const T*>(forward.o.data) + forward.o.offset(b, t, n);
     const T* dout = static_cast<const T*>(params.dout.data) + params.dout.offset(b, t, n);
-    delta = dot_chunks(o + 8 * lane, dout + 8 * lane);
+#pragma unroll
+    for (int i = 0; i < HeadDim; i += 8 * kLanes) {
+      const int column = i + 8 * lane;
+      if (column < forward.problem.value_dim) delta += dot_chunks(o + column, dout + column);
+    }
   }
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) {

@@ -35,6 +35,16 @@ std::string describe_backward_sm90(const BackwardParams& params) {
                                : "above 128, L2 could not add up dQ fast enough");
 }
 
+// Of a head dim above 256.
+std::string describe_pieces(int value_dim) {
+  const int groups = value_groups_of(value_dim);
+  const std::string pieces =
+      ": pieces of " + number(kWidePieceColumns) + " columns, since a whole row does not fit";
+  return groups == 1 ? pieces
+                     : pieces + "; " + number(groups) + " blocks of " + number(kWideValueColumns) +
+                           " value columns, each making the scores";
+}
+
 }  // namespace
 
 Explained explain_prefill(const PrefillParams& params, const Device& device) {
@@ -50,11 +60,13 @@ Explained explain_prefill(const PrefillParams& params, const Device& device) {
     if (packed > 1) details += "; " + number(packed) + " query heads share a tile's rows";
     return {"sm90", "", details};
   }
-  const int head_dim = compiled_head_dim(HeadDims{}, std::max(problem.head_dim, problem.value_dim));
+  const int head_dim =
+      compiled_head_dim(GenericHeadDims{}, std::max(problem.head_dim, problem.value_dim));
   const PrefillTileSm80 tile = prefill_tile_sm80(head_dim);
-  return {"sm80", choice.reason,
-          "tile " + number(tile.block_q) + "x" + number(kPrefillBlockKv) + ", head dim " +
-              number(head_dim) + ", " + number(tile.warps) + " warps"};
+  std::string details = "tile " + number(tile.block_q) + "x" + number(kPrefillBlockKv) +
+                        ", head dim " + number(head_dim) + ", " + number(tile.warps) + " warps";
+  if (is_wide(head_dim)) details += describe_pieces(problem.value_dim);
+  return {"sm80", choice.reason, details};
 }
 
 Explained explain_backward(const BackwardParams& params, const Device& device) {
@@ -62,7 +74,8 @@ Explained explain_backward(const BackwardParams& params, const Device& device) {
   if (choice.path == Choice::kNone) return {"", choice.reason, ""};
   if (choice.path == Choice::kSm90) return {"sm90", "", describe_backward_sm90(params)};
   const Problem& problem = params.forward.problem;
-  const int head_dim = compiled_head_dim(HeadDims{}, std::max(problem.head_dim, problem.value_dim));
+  const int head_dim =
+      compiled_head_dim(GenericHeadDims{}, std::max(problem.head_dim, problem.value_dim));
   return {"sm80", choice.reason,
           "dK and dV in one kernel, dQ in another, head dim " + number(head_dim) +
               ": deterministic, nothing is added across blocks"};
@@ -80,7 +93,7 @@ Explained explain_decode(const DecodeParams& params, const Device& device) {
                 number(plan.row_blocks) + " blocks of 64 query rows: " + plan.reason};
   }
   const int head_dim = compiled_head_dim(
-      DecodeHeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));
+      GenericHeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));
   const DecodePlan plan = plan_decode(params, head_dim, facts);
   const std::string merge = plan.cluster > 1  ? ", merged inside a cluster"
                             : plan.combines() ? ", merged by a second kernel"

@@ -63,15 +63,14 @@ Status with_kernel(const Problem& problem, Dims dims, F&& f) {
   });
 }
 
-// What no kernel compiled for these head dims does, or empty.
-template <class Dims>
-std::string unsupported(const Problem& problem, Dims dims, const Device& device) {
+// What no kernel does, or empty.
+std::string unsupported(const Problem& problem, const Device& device) {
   if (device.major < 8) return "the GPU is older than compute capability 8.0";
   if (problem.dtype != DType::kF16 && problem.dtype != DType::kBF16) {
     return std::string("no CUDA kernel takes ") + name(problem.dtype);
   }
-  if (std::max(problem.head_dim, problem.value_dim) > largest(dims)) {
-    return "the head dim is above every compiled one (" + to_text(dims) + ")";
+  if (std::max(problem.head_dim, problem.value_dim) > largest(GenericHeadDims{})) {
+    return "the head dim is above every compiled one (" + to_text(GenericHeadDims{}) + ")";
   }
   if (problem.head_dim % 8 != 0 || problem.value_dim % 8 != 0) {
     return "the head dims are not multiples of 8";
@@ -82,7 +81,7 @@ std::string unsupported(const Problem& problem, Dims dims, const Device& device)
 template <class Params>
 Choice choose(const Params& params, const Problem& problem, const Device& device,
               bool (*sm90_supports)(const Params&, const char**)) {
-  if (std::string problem_text = unsupported(problem, HeadDims{}, device); !problem_text.empty()) {
+  if (std::string problem_text = unsupported(problem, device); !problem_text.empty()) {
     return {Choice::kNone, problem_text};
   }
   const char* reason = "";
@@ -103,7 +102,7 @@ Choice choose_backward(const BackwardParams& params, const Device& device) {
 
 Choice choose_decode(const DecodeParams& params, const Device& device) {
   const Problem& problem = params.problem;
-  if (std::string text = unsupported(problem, DecodeHeadDims{}, device); !text.empty())
+  if (std::string text = unsupported(problem, device); !text.empty())
     return {Choice::kNone, text};
   if (device.major != 9 || problem.head_dim != kLatentHeadDim) return {Choice::kSm80, ""};
   const char* refusal = latent_refusal(params);
@@ -113,10 +112,13 @@ Choice choose_decode(const DecodeParams& params, const Device& device) {
 Status launch_prefill(const PrefillParams& params, const Device& device, cudaStream_t stream) {
   const Choice choice = choose_prefill(params, device);
   if (choice.path == Choice::kNone) return {choice.reason};
-  return with_kernel(params.problem, HeadDims{}, [&](auto element, auto dim) {
-    using T = decltype(element);
-    return choice.path == Choice::kSm90 ? launch_prefill_sm90<T, dim()>(params, device, stream)
-                                        : launch_prefill_sm80<T, dim()>(params, device, stream);
+  if (choice.path == Choice::kSm90) {
+    return with_kernel(params.problem, HeadDims{}, [&](auto element, auto dim) {
+      return launch_prefill_sm90<decltype(element), dim()>(params, device, stream);
+    });
+  }
+  return with_kernel(params.problem, GenericHeadDims{}, [&](auto element, auto dim) {
+    return launch_prefill_sm80<decltype(element), dim()>(params, device, stream);
   });
 }
 
@@ -128,7 +130,7 @@ Status launch_backward(const BackwardParams& params, const Device& device, cudaS
       return launch_backward_sm90<decltype(element), dim()>(params, device, stream);
     });
   }
-  return with_kernel(params.forward.problem, HeadDims{}, [&](auto element, auto dim) {
+  return with_kernel(params.forward.problem, GenericHeadDims{}, [&](auto element, auto dim) {
     return launch_backward_sm80<decltype(element), dim()>(params, device, stream);
   });
 }
@@ -141,7 +143,7 @@ Status launch_decode(const DecodeParams& params, const Device& device, cudaStrea
       return launch_decode_latent_sm90<decltype(element), kLatentHeadDim>(params, device, stream);
     });
   }
-  return with_kernel(params.problem, DecodeHeadDims{}, [&](auto element, auto dim) {
+  return with_kernel(params.problem, GenericHeadDims{}, [&](auto element, auto dim) {
     return launch_decode<decltype(element), dim()>(params, device, stream);
   });
 }

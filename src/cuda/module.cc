@@ -185,8 +185,9 @@ constexpr int largest(std::integer_sequence<int, Dims...>) {
 
 std::string build_summary() {
   return "CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
-         std::to_string(CUDART_VERSION % 1000 / 10) + ", head dims " + joined(HeadDims{}) +
-         " (gradients on Hopper " + joined(BackwardSm90HeadDims{}) + ")";
+         std::to_string(CUDART_VERSION % 1000 / 10) + ", head dims " + joined(GenericHeadDims{}) +
+         " (Hopper kernels " + joined(HeadDims{}) + ", gradients " +
+         joined(BackwardSm90HeadDims{}) + ")";
 }
 
 // ---- self-tests, on device 0's default stream; pointers are those of jax arrays
@@ -245,9 +246,7 @@ NB_MODULE(_cuda, m) {
   m.def("build_summary", build_summary);
   m.def("explain", explain);
   define_selftests(m);
-  m.def("largest_head_dim", [](const std::string& op) {
-    return op == "decode" ? largest(DecodeHeadDims{}) : largest(HeadDims{});
-  });
+  m.def("largest_head_dim", [] { return largest(GenericHeadDims{}); });
   m.def("decode_workspace",
         [](int batch, int q_len, int q_heads, int kv_heads, int value_dim, int num_splits) {
           return std::max<int64_t>(

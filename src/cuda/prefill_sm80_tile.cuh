@@ -13,17 +13,19 @@
 
 namespace flashattn {
 
+// Of a wide head dim (tiles_sm80.h) these are the tiles of one piece.
 template <class T_, int HeadDim>
 struct PrefillSm80 {
   using T = T_;
-  using Rows = RowTile<HeadDim>;
+  static constexpr int kColumns = is_wide(HeadDim) ? kWidePieceColumns : HeadDim;
+  using Rows = RowTile<kColumns>;
   static constexpr PrefillTileSm80 kTile = prefill_tile_sm80(HeadDim);
   static constexpr int kBlockQ = kTile.block_q, kBlockKv = kPrefillBlockKv;
   static constexpr int kThreads = 32 * kTile.warps;
   static constexpr int kWarpRows = kBlockQ / kTile.warps;
   static constexpr int kRowBlocks = kWarpRows / 16;  // m16 blocks of a warp
   static constexpr int kKeyBlocks = kBlockKv / 8;    // n8 blocks of the scores
-  static constexpr int kDimBlocks = HeadDim / 8;     // n8 blocks of the output
+  static constexpr int kDimBlocks = kColumns / 8;    // n8 blocks of the output
   static constexpr int kBufferBytes = kBlockKv * Rows::kRowBytes;
   static constexpr int kQueryBytes = kBlockQ * Rows::kRowBytes;
   static_assert(!kTile.q_in_registers || kQueryBytes <= 2 * kBufferBytes,
@@ -125,6 +127,9 @@ class BufferRing {
   __device__ int free() const { return k_ == 0 ? kLast : k_ - kSize; }
   // K goes to the free buffer, V to K's.
   __device__ void rotate() { k_ = free(); }
+  // In pieces, which follow each other alone: K, V and free are the piece in use, the next, and the
+  // one after it.
+  __device__ void advance() { k_ = v(); }
 
  private:
   static constexpr int kSize = Kernel::kBufferBytes, kLast = 2 * kSize;
@@ -171,16 +176,12 @@ class QueryOperand<Kernel, true> {
   uint32_t q_regs_[Kernel::kRowBlocks][kSteps][4];
 };
 
-// s = q k^T.
+// s += q k^T.
 template <class Kernel>
 __device__ __forceinline__ void multiply_keys(typename Kernel::Scores& s,
                                               const QueryOperand<Kernel>& query, uint32_t k_smem,
                                               int thread) {
   using Rows = typename Kernel::Rows;
-#pragma unroll
-  for (int i = 0; i < Kernel::kRowBlocks * Kernel::kKeyBlocks * 4; ++i) {
-    s[i / 4 / Kernel::kKeyBlocks][i / 4 % Kernel::kKeyBlocks][i % 4] = 0.0f;
-  }
   const uint32_t k_lane = Rows::chunks_first(k_smem, thread % 32);
 #pragma unroll
   for (int k = 0; k < Kernel::kDimBlocks / 2; ++k) {
