@@ -102,8 +102,7 @@ Choice choose_backward(const BackwardParams& params, const Device& device) {
 
 Choice choose_decode(const DecodeParams& params, const Device& device) {
   const Problem& problem = params.problem;
-  if (std::string text = unsupported(problem, device); !text.empty())
-    return {Choice::kNone, text};
+  if (std::string text = unsupported(problem, device); !text.empty()) return {Choice::kNone, text};
   if (device.major != 9 || problem.head_dim != kLatentHeadDim) return {Choice::kSm80, ""};
   const char* refusal = latent_refusal(params);
   return refusal == nullptr ? Choice{Choice::kSm90, ""} : Choice{Choice::kSm80, refusal};
