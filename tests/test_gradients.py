@@ -53,6 +53,17 @@ def test_head_ratios(platform, q_heads, kv_heads):
     check_gradients(platform, Case(q_len=40, q_heads=q_heads, kv_heads=kv_heads))
 
 
+@pytest.mark.parametrize(
+    "head_dim,causal,kv_lengths",
+    [(64, True, None), (128, False, None), (128, True, (130, 0, 1, 129))],
+)
+def test_many_heads(platform, head_dim, causal, kv_lengths):
+    """More than a GPU works on at a time: kernels that pass on what others have made ready."""
+    heads = dict(batch=16, q_heads=10, kv_heads=10, head_dim=head_dim)
+    lengths = dict(q_len=70, kv_len=130, kv_lengths=kv_lengths and kv_lengths * 4)
+    check_gradients(platform, Case(causal=causal, **heads, **lengths))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     "q_lengths,kv_lengths",
