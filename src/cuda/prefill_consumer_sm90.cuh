@@ -147,23 +147,23 @@ class PrefillConsumer {
   }
 
   __device__ __forceinline__ void first_block(const TileWalk& walk, int n) {
-    if constexpr (!Tile::kAnyMask) set_row_limits(walk);
     q_low_ = descriptor_low_k_major(smem_.q(q_stage_, warpgroup_));
     wait_k(block_);
     if constexpr (Tile::kAnyMask) {
       next_ = shared_.k_block[ring_stage(block_)];
       n = next_.block();
     }
-    release_previous_q();
     uint32_t k_low = k_descriptor(block_);
     opaque(k_low);
     opaque(q_low_);
     wgmma_fence();
     multiply_qk(q_low_, k_low);
     wgmma_commit();
+    if constexpr (!Tile::kAnyMask) set_row_limits(walk);
     clear_o();
     wgmma_wait<0>();
     release_k(block_);
+    release_previous_q();
     if constexpr (Tile::kAnyMask) {
       shape_scores(n);
       if (next_.masked()) hide_keys(n);
