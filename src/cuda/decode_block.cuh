@@ -3,6 +3,7 @@
 #define FLASHATTN_CUDA_DECODE_BLOCK_CUH_
 
 #include "decode_plan.h"
+#include "fast_divisor.cuh"
 #include "ptx.cuh"
 
 namespace flashattn {
