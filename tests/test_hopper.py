@@ -201,3 +201,25 @@ def test_features_repeat_bit_by_bit(platform):
     for _ in range(20):
         for a, b in zip(prefill(case, arrays), first, strict=True):
             check_same(a, b)
+
+
+@on_gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ragged", [True, False])
+def test_many_tiles_of_few_blocks(platform, head_dim, causal, ragged):
+    """Several tiles a multiprocessor, some without a key: every sequence as if it were alone."""
+    lengths = (0, 1, 500, 130, 256, 499) * 4 if ragged else None
+    case = LONG.replace(batch=24, q_len=500, q_heads=8, kv_heads=8, head_dim=head_dim)
+    case = case.replace(causal=causal, kv_lengths=lengths)
+    arrays = make_inputs(case)
+    out, lse = prefill(case, arrays)
+    for b in (0, 7, 10, 23):
+        one = {name: x[b : b + 1] for name, x in arrays.items()}
+        case_of_one = case.replace(batch=1, kv_lengths=lengths and lengths[b : b + 1])
+        out_of_one, lse_of_one = prefill(case_of_one, one)
+        check_same(out[b : b + 1], out_of_one)
+        check_same(lse[b : b + 1], lse_of_one)
+        true_out, true_lse = truth.attention(**one, **case.options())
+        check(out_of_one, true_out, xla_prefill(case_of_one, one))
+        check_lse(lse_of_one, true_lse)

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "decode_plan.h"
-#include "fast_divisor.h"
+#include "fast_divisor.cuh"
 #include "ptx.cuh"
 
 namespace flashattn {

@@ -1,4 +1,4 @@
-// Division of indices by numbers that the host knows.
+// Division of indices by numbers that the host knows; fast_divisor.cuh divides.
 #ifndef FLASHATTN_CUDA_FAST_DIVISOR_H_
 #define FLASHATTN_CUDA_FAST_DIVISOR_H_
 
@@ -16,14 +16,6 @@ struct FastDivisor {
     multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
   }
 };
-constexpr int divide(int n, const FastDivisor& by) {
-  const uint32_t high =
-      static_cast<uint32_t>(uint64_t{by.multiplier} * static_cast<uint32_t>(n) >> 32);
-  return static_cast<int>((high + static_cast<uint32_t>(n)) >> by.shift);
-}
-constexpr int remainder(int n, const FastDivisor& by) {
-  return n - divide(n, by) * static_cast<int>(by.divisor);
-}
 
 }  // namespace flashattn
 

@@ -66,14 +66,14 @@ class PrefillProducer {
       // asks late leaves more to those who are done early.
       ask_for_next_tile();
       if (n_ > 0) load_v(work, block_++, n_--);
-      tile = next_tile(tile);
-      next = work_of(tile);
       // The last V waits for its buffer longer than the next tile's first K and Q for theirs. But
       // where it is the only one, Q's buffer becomes free after it is needed.
       const bool has_v = n_ == 0, v_first = Tile::kQStages == 1 || work.blocks == 1;
       const uint32_t last = block_;
       if (has_v) ++block_;
       if (has_v && v_first) load_v(work, last, 0);
+      tile = next_tile(tile);
+      next = work_of(tile);
       next_q_buffer();
       begin_range(next);
       if (has_v && !v_first) load_v(work, last, 0);

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "fast_divisor.h"
+#include "fast_divisor.cuh"
 #include "params.h"
 
 namespace flashattn {
