@@ -75,6 +75,21 @@ def test_gradient_elsewhere():
     assert answer.kernel == "sm80" and not answer.reason
 
 
+@needs_cuda_kernels
+@pytest.mark.parametrize(
+    "head_dim,blocks", [(264, "2 blocks"), (512, "2 blocks"), (576, "3 blocks")]
+)
+def test_wide_head_dims(head_dim, blocks):
+    """Above 256 the generic kernel takes columns in pieces, and values by groups of 256."""
+    shape = (2, 128, 4, head_dim)
+    operands = {n: jnp.zeros(shape, jnp.bfloat16) for n in ("query", "key", "value")}
+    forward = _explain.explain_on(_explain.H200, "prefill", (), operands)
+    assert forward.kernel == "sm80" and "above 256" in forward.reason
+    assert "pieces of 64 columns" in forward.details and blocks in forward.details
+    gradient = gradient_on(_explain.H200, operands)
+    assert gradient.kernel == "sm80" and "pieces" in gradient.details
+
+
 def test_unknown_operation(platform):
     with pytest.raises(ValueError, match="explain.*attention"):
         jax_flashattn.explain("attention", *OPERANDS["prefill"].values())

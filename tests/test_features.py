@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import truth
+import xla
 from calls import (
     check_decode,
     check_gradients,
@@ -19,7 +20,7 @@ from calls import (
     xla_prefill,
 )
 from cases import Case, make_cotangents, make_inputs
-from check import check, check_lse, check_same
+from check import check, check_gradient, check_lse, check_same
 from features import DIRECTIONS, FEATURES, GROUPS, PAGE, page
 
 import jax_flashattn
@@ -134,6 +135,59 @@ def test_bias_dtypes(platform, dtype):
     eps = max(float(jnp.finfo(t).eps) for t in (dtype, case.dtype))
     limit = 8 * eps * np.abs(expected).max()
     assert np.abs(np.asarray(ours, np.float64) - expected).max() <= limit
+
+
+# What models add to the scores of masked keys. The least numbers overflow when multiplied by log2(e).
+SOFT_MASKS = [
+    ("float32", -1e9),
+    ("bfloat16", float(jnp.finfo(jnp.bfloat16).min)),
+    ("float32", float(jnp.finfo(jnp.float32).min)),
+]
+
+
+def softly_masked(platform, dtype, size):
+    """Arrays with such a bias: all of row 0, half of row 1. And the same with a bias of 0 in row 0."""
+    case = platform.fit(BASE.replace(causal=False, bias="__TS"))
+    arrays = make_inputs(case)
+    bias = np.zeros(arrays["bias"].shape, jnp.dtype(dtype))
+    bias[..., 1, ::2] = size
+    without = dict(arrays, bias=bias.copy())
+    bias[..., 0, :] = size
+    return case, dict(arrays, bias=bias), without
+
+
+@pytest.mark.parametrize("dtype,size", SOFT_MASKS)
+def test_soft_mask(platform, dtype, size):
+    """It hides a key beside others; a row that has nothing else gives them all the same weight."""
+    case, arrays, without = softly_masked(platform, dtype, size)
+    out, lse = prefill(case, arrays)
+    true_out, true_lse = truth.attention(**without, **case.options())
+    draws = [draw[:, 1:] for draw in xla_prefill(case, without)]
+    check(out[:, 1:], true_out[:, 1:], draws)
+    check_lse(lse[:, 1:], true_lse[:, 1:])
+    mean = np.asarray(arrays["value"], np.float64).mean(1)
+    mean = np.repeat(mean, case.q_heads // case.kv_heads, 1)
+    limit = 2 * float(jnp.finfo(case.dtype).eps) * np.abs(arrays["value"]).max()
+    np.testing.assert_allclose(np.asarray(out[:, 0], np.float64), mean, rtol=0, atol=limit)
+    assert np.isfinite(lse[:, 0]).all() and (np.asarray(lse[:, 0]) < -1e8).all()
+
+
+@pytest.mark.parametrize("dtype,size", SOFT_MASKS)
+def test_gradients_of_a_soft_mask(platform, dtype, size):
+    """A padded row gets no cotangent and passes nothing on; with one it stays finite."""
+    case, arrays, without = softly_masked(platform, dtype, size)
+    call = functools.partial(jax_flashattn.prefill, return_lse=True, **case.options())
+    dout, dlse = make_cotangents(case)
+    assert all(np.isfinite(g).all() for g in gradients(call, arrays, dout, dlse).values())
+
+    dout[:, 0], dlse[:, 0] = 0, 0
+    ours = gradients(call, arrays, dout, dlse)
+    expected = truth.gradients(dout, dlse, **without, **case.options())
+    measure = xla.gradients(dout, dlse, **without, **case.options())
+    _, lse = truth.attention(**without, **case.options())
+    for name in ours:
+        check_gradient(ours[name], expected[name], measure[name], name, case.dtype, lse)
+    assert (np.asarray(ours["bias"])[..., 0, :] == 0).all()
 
 
 def test_bias_of_lower_rank(platform):

@@ -42,7 +42,8 @@ def test_dtypes(platform, dtype, layout):
 
 @pytest.mark.parametrize(
     "head_dim,value_dim",
-    [(8, 8), (5, 5), (64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (64, 128)],
+    [(8, 8), (5, 5), (64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (64, 128)]
+    + [(264, 264), (512, 512), (576, 512), (320, 40), (72, 328)],
 )
 def test_head_dims(platform, head_dim, value_dim):
     check_gradients(platform, Case(q_len=66, head_dim=head_dim, value_dim=value_dim))
@@ -125,6 +126,14 @@ def test_empty_rows_pass_nothing_on(platform):
     prefill = functools.partial(jax_flashattn.prefill, return_lse=True, **case.options())
     for name, grad in gradients(prefill, arrays, dout, dlse).items():
         check_zero(grad, name=name)
+
+
+@pytest.mark.parametrize("segments", [None, 3])
+@pytest.mark.parametrize("q_len,kv_len", [(20, 300), (300, 20)])
+def test_tiles_that_see_nothing(platform, q_len, kv_len, segments):
+    """Keys before every window, and queries before the first key, between tiles that see some."""
+    case = Case(q_len=q_len, kv_len=kv_len, window=(30, 0), segments=segments)
+    check_gradients(platform, case)
 
 
 @pytest.mark.parametrize("axis", ["B", "T", "S"])

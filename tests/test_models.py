@@ -34,6 +34,16 @@ PREFILL = {
     ),
     "gpt-oss-20b-full": Case(batch=1, q_len=130, q_heads=64, kv_heads=8, head_dim=64, sinks=True),
     "deepseek-v3": Case(batch=1, q_len=100, q_heads=16, kv_heads=16, head_dim=192, value_dim=128),
+    "deepseek-v3-latent": Case(
+        batch=1,
+        q_len=100,
+        q_heads=16,
+        kv_heads=1,
+        head_dim=576,
+        value_dim=512,
+        scale=192**-0.5,
+    ),
+    "global-layer-h512": Case(batch=1, q_len=140, q_heads=8, kv_heads=2, head_dim=512, scale=1.0),
     "vit-h14": Case(batch=1, q_len=257, q_heads=16, kv_heads=16, head_dim=80, causal=False),
     "whisper-large-cross": Case(
         batch=2, q_len=48, kv_len=300, q_heads=20, kv_heads=20, head_dim=64, causal=False

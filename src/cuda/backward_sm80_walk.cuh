@@ -191,7 +191,10 @@ class BackwardSm80Walk {
         float& gradient = ds[r][tile / 2][4 * (tile % 2) + element % 4];
         if (!Masked || visible >> (tile * kTileElements + element) & 1) {
           const Logit logit = map.logit(weight, pair.i, pair.j);
-          weight = exp2_approx(logit.value - lse2);
+          const float exponent = logit.value - lse2;
+          // Large biases leave an lse too coarse to tell which way it was rounded; 2^128 is no
+          // weight.
+          weight = exp2_approx(Config::kFeatured ? min_or_nan(exponent, 0.0f) : exponent);
           gradient = weight * (gradient - delta);
           if constexpr (kWritesDbias) store_dbias(pair, gradient);
           gradient *= logit.slope;

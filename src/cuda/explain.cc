@@ -78,7 +78,8 @@ Explained explain_backward(const BackwardParams& params, const Device& device) {
       compiled_head_dim(GenericHeadDims{}, std::max(problem.head_dim, problem.value_dim));
   return {"sm80", choice.reason,
           "dK and dV in one kernel, dQ in another, head dim " + number(head_dim) +
-              ": deterministic, nothing is added across blocks"};
+              ": deterministic, nothing is added across blocks" +
+              (is_wide(head_dim) ? "; streamed rows come in pieces of columns" : "")};
 }
 
 Explained explain_decode(const DecodeParams& params, const Device& device) {

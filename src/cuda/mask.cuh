@@ -155,7 +155,8 @@ __device__ __forceinline__ void add_bias(float (&s)[RowBlocks][N][4], const B* b
       for (int e = 0; e < 2; ++e) {
         float& score = s[r / 2][n][r % 2 * 2 + e];
         if (place.key() + 8 * n + e < keys) {
-          score = fmaf(static_cast<float>(__ldg(at[r] + e * col_stride)), kLog2e, score);
+          const float addend = static_cast<float>(__ldg(at[r] + e * col_stride));
+          score = fmaf(bounded_bias(addend), kLog2e, score);
         }
       }
       at[r] += 8 * col_stride;

@@ -39,6 +39,13 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return y;
 }
 
+// The lesser, or NaN if either is; fminf() would drop it.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // Two floats rounded to T in one register, `lo` in the lower half.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float lo, float hi);

@@ -86,6 +86,14 @@ __device__ __forceinline__ float load_as_float(const void* data, DType dtype, in
   }
 }
 
+// A finite bias stays finite in log2 units. Numbers as large as finfo.min stand for "masked", and a
+// row that has nothing else must get their softmax, not that of no key at all.
+__device__ __forceinline__ float bounded_bias(float bias) {
+  constexpr float kLimit = 2.3e38f;  // times log2(e): just below the largest float
+  const float size = fabsf(bias);
+  return size > kLimit && size < INFINITY ? copysignf(kLimit, bias) : bias;
+}
+
 // The scores of one query head of one sequence. Without features a logit is a multiple of q.k.
 template <bool Featured>
 class ScoreMap {
@@ -137,7 +145,8 @@ class ScoreMap<true> {
     if (features_.alibi_slopes) score -= alibi_slope_ * fabsf(static_cast<float>(i + shift_ - j));
     const Broadcast& bias = features_.bias;
     if (bias.data) {
-      score += load_as_float(bias.data, bias.dtype, bias_ + i * bias.row + j * bias.col);
+      score +=
+          bounded_bias(load_as_float(bias.data, bias.dtype, bias_ + i * bias.row + j * bias.col));
     }
     return {score * kLog2e, slope};
   }
