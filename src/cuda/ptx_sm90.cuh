@@ -125,17 +125,6 @@ __device__ __forceinline__ void tma_store_packed(const CUtensorMap* map, uint32_
       "r"(shared), "r"(column), "r"(0), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// tma_load_4d to the same place in every block of the cluster that `blocks` has a bit for; it
-// completes on the barrier of each.
-__device__ __forceinline__ void tma_load_4d_multicast(uint32_t shared, const CUtensorMap* map,
-                                                      uint32_t barrier, int column, int row,
-                                                      int head, int batch, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3,%4,%5,%6}], [%2], %7;" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "h"(blocks)
-      : "memory");
-}
 // global[0..bytes) += shared[0..bytes), fp32, contiguous; bytes a multiple of 16.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* global, uint32_t shared,
                                                     uint32_t bytes) {
