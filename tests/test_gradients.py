@@ -116,6 +116,14 @@ def test_empty_rows_pass_nothing_on(platform):
         check_zero(grad, name=name)
 
 
+@pytest.mark.parametrize("segments", [None, 3])
+@pytest.mark.parametrize("q_len,kv_len", [(20, 300), (300, 20)])
+def test_tiles_that_see_nothing(platform, q_len, kv_len, segments):
+    """Keys before every window, and queries before the first key, between tiles that see some."""
+    case = Case(q_len=q_len, kv_len=kv_len, window=(30, 0), segments=segments)
+    check_gradients(platform, case)
+
+
 @pytest.mark.parametrize("axis", ["B", "T", "S"])
 def test_zero_sizes(platform, axis):
     sizes = dict(B=dict(batch=0), T=dict(q_len=0, kv_len=5), S=dict(q_len=5, kv_len=0))[axis]

@@ -171,6 +171,7 @@ class BackwardSm80Block {
     copy_rows_async<kHeadDim>(shared_, x0, first_row_, rows_, present, threads());
     copy_rows_async<kValueDim>(shared_ + buffers_.x1_offset, x1, first_row_, rows_, present,
                                threads());
+    cp_async_commit();  // without a step there is no other, and results would meet the late copies
   }
 
   // A step's statistics are fetched 16 bytes at a time, so steps are aligned.
@@ -179,6 +180,7 @@ class BackwardSm80Block {
   // With segments, streamed rows before the first and after the last one whose segment is in the
   // range of the owned rows' segments meet none of them: sorted segments cost what their rows cost.
   __device__ void narrow_to_segments() {
+    if (streamed_.begin >= streamed_.end) return;
     const int32_t* queries = forward_.features.query_segments.row(sequence_.batch);
     const int32_t* keys = forward_.features.key_segments.row(sequence_.batch);
     const int32_t* owned = kOwnsKeys ? keys : queries;
