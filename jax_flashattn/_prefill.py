@@ -207,8 +207,7 @@ def without_keys(operands, results, options):
     lse = jnp.full(results["lse"].shape, -jnp.inf, results["lse"].dtype)
     if "sinks" in operands and lse.size:
         axis = options.axes("lse").index("n")
-        heads = operands["sinks"]
-        heads = jnp.tile(heads, (lse.shape[0] // heads.shape[0], 1))
+        heads = _blockwise.repeat(operands["sinks"], lse.shape[0])
         lse = jnp.broadcast_to(jnp.expand_dims(heads, 3 - axis), lse.shape).astype(lse.dtype)
     return [out, lse]
 
