@@ -10,7 +10,7 @@
 namespace flashattn {
 
 // What both do.
-template <class T, int Blocks>
+template <class T>
 class LatentConsumer {
  public:
   __device__ LatentConsumer(const DecodeArgs& args, const DecodeBlock& block, LatentTiles tiles,
@@ -48,7 +48,7 @@ class LatentConsumer {
 
   // Keys behind the sequence's last may hold anything; a weight of 0 would not silence a NaN.
   __device__ __forceinline__ void clear_unused_rows(int n, int first_chunk, int barrier) const {
-    const int used = block_.length - (tiles_.first + n) * kLatentTile;
+    const int used = block_.keys.end - (tiles_.first + n) * kLatentTile;
     if (used >= kLatentTile) return;
     constexpr int kHalfChunks = 4;
     for (int i = thread(); i < (kLatentTile - used) * kHalfChunks * 8; i += 128)
@@ -63,11 +63,7 @@ class LatentConsumer {
     mbarrier_wait(shared_address(&shared_.full[latent_stage(n)][part]), latent_parity(n));
   }
   __device__ __forceinline__ void release(int n, int part) const {
-    if (thread() != 0) return;
-    const uint32_t empty = shared_address(&shared_.empty[latent_stage(n)][part]);
-    mbarrier_arrive(empty);
-    if constexpr (Blocks > 1)
-      mbarrier_arrive_cluster(cluster_address(empty, static_cast<int>(blockIdx.x % Blocks) ^ 1));
+    if (thread() == 0) mbarrier_arrive(shared_address(&shared_.empty[latent_stage(n)][part]));
   }
   __device__ __forceinline__ void arrive_by_warp(uint64_t& barrier) const {
     __syncwarp();
@@ -167,10 +163,10 @@ class LatentConsumer {
 };
 
 // The scores and the left half of the output.
-template <class T, int Blocks>
-class LatentScorer : public LatentConsumer<T, Blocks> {
+template <class T>
+class LatentScorer : public LatentConsumer<T> {
  public:
-  using LatentConsumer<T, Blocks>::LatentConsumer;
+  using LatentConsumer<T>::LatentConsumer;
 
   __device__ __forceinline__ void run() {
     this->store_query();
@@ -191,7 +187,7 @@ class LatentScorer : public LatentConsumer<T, Blocks> {
   }
 
  private:
-  using Base = LatentConsumer<T, Blocks>;
+  using Base = LatentConsumer<T>;
   using Base::args_, Base::block_, Base::shared_, Base::smem_, Base::tiles_;
 
   __device__ __forceinline__ void set_row_limits() {
@@ -254,8 +250,6 @@ class LatentScorer : public LatentConsumer<T, Blocks> {
     this->multiply_values(left_last_, weights_, n, 2);
     wgmma_commit();
     wgmma_wait<0>();
-    this->release(n, kLeftFirst);
-    this->release(n, kLeftLast);
   }
 
   // Descriptors count in 16 bytes: 512 is a chunk, 2 a step of 16 columns.
@@ -335,10 +329,10 @@ class LatentScorer : public LatentConsumer<T, Blocks> {
 };
 
 // The right half of the output.
-template <class T, int Blocks>
-class LatentRightHalf : public LatentConsumer<T, Blocks> {
+template <class T>
+class LatentRightHalf : public LatentConsumer<T> {
  public:
-  using LatentConsumer<T, Blocks>::LatentConsumer;
+  using LatentConsumer<T>::LatentConsumer;
 
   __device__ __forceinline__ void run() {
     this->store_query();
@@ -350,7 +344,7 @@ class LatentRightHalf : public LatentConsumer<T, Blocks> {
   }
 
  private:
-  using Base = LatentConsumer<T, Blocks>;
+  using Base = LatentConsumer<T>;
   using Base::shared_, Base::smem_, Base::tiles_;
   static constexpr int kFirstChunk = 4;
 

@@ -17,9 +17,8 @@ constexpr int latent_first_chunk(int part) {
 }
 constexpr int latent_chunks(int part) { return part == kRight ? kLatentChunks - 4 : 2; }
 
-// full: the part has arrived; empty: its last readers are done, those of the pair. weights_full:
-// the scorer has written the weights of a tile; weights_empty: the other warpgroup has them in
-// registers.
+// full: the part has arrived; empty: its last reader is done. weights_full: the scorer has written
+// the weights of a tile; weights_empty: the other warpgroup has them in registers.
 struct LatentShared {
   uint64_t full[kLatentStages][kLatentParts], empty[kLatentStages][kLatentParts];
   uint64_t weights_full, weights_empty;
@@ -55,16 +54,15 @@ __device__ __forceinline__ uint32_t latent_address(uint32_t tile, int row, int c
 // For locate_block.
 struct LatentShape {
   static constexpr int kRows = kLatentRows;
-  static constexpr bool kRowBlocksFirst = true;
 };
 
-// The tiles of a block: neighbours, so that only the last of a sequence is ragged. They are the
-// same for all rows, which the blocks of a pair rely on.
+// The tiles of a block: neighbours, so that only the last of a sequence is ragged.
 struct LatentTiles {
   int first, count;
 
   __device__ explicit LatentTiles(const DecodeBlock& block) {
-    const int tiles = divide_up(block.length, kLatentTile);
+    const int tiles =
+        block.keys.begin < block.keys.end ? divide_up(block.keys.end, kLatentTile) : 0;
     const int share = divide_up(tiles, block.splits);
     first = block.split * share;
     count = max(0, min(share, tiles - first));

@@ -28,11 +28,9 @@ constexpr int kLatentFactors = kLatentWeights + kLatentRows * kLatentTile * 2;
 constexpr int kLatentBarriers = kLatentFactors + 128 * 8;
 constexpr int kLatentSharedMemory = kLatentBarriers + 256 + 1024;
 
-// Tokens that one TMA box holds: what a block of the pair loads of a tile, or as many as lie on one
-// page.
-constexpr int latent_box_tokens(const DecodeParams& params, bool paired) {
-  const int most = paired ? kLatentTile / 2 : kLatentTile;
-  return params.page_table ? min_int(params.page_size, most) : most;
+// Tokens that one TMA box holds: all of a tile, or as many as lie on one page.
+constexpr int latent_box_tokens(const DecodeParams& params) {
+  return params.page_table ? min_int(params.page_size, kLatentTile) : kLatentTile;
 }
 
 // Why the kernel does not take a call, as a clause for `explain`; null: it does.
@@ -44,7 +42,7 @@ constexpr const char* latent_refusal(const DecodeParams& params) {
   if (params.cache_dtype != problem.dtype) return "the cache is an 8-bit one";
   if (params.scores.softcap != 0.0) return "there is a soft cap";
   if (params.scores.window_left < problem.kv_len) return "there is a sliding window";
-  const int box = latent_box_tokens(params, false);
+  const int box = latent_box_tokens(params);
   if (box < kLatentSmallestBox || kLatentTile % box != 0 ||
       (params.page_table && params.page_size % box != 0))
     return "the page size is not 8, 16, 32 or a multiple of 64";
@@ -113,7 +111,6 @@ constexpr DecodePlan plan_latent(const DecodeParams& params, const DecodeDevice&
   plan.splits = cut.splits;
   plan.extra_blocks = cut.extra_blocks;
   plan.reason = cut.reason;
-  plan.paired = plan.row_blocks % 2 == 0;
   plan.warps = kLatentThreads / 32;
   plan.stages = kLatentStages;
   plan.smem.total = kLatentSharedMemory;

@@ -6,7 +6,6 @@
 
 namespace flashattn {
 
-template <int Blocks>
 class LatentProducer {
  public:
   __device__ LatentProducer(const CUtensorMap& map, const DecodeArgs& args,
@@ -19,8 +18,8 @@ class LatentProducer {
         smem_(smem),
         shared_(shared),
         lane_(lane),
-        box_tokens_(args.page_table ? min(static_cast<int>(args.page_size.divisor), kMostTokens)
-                                    : kMostTokens) {}
+        box_tokens_(args.page_table ? min(static_cast<int>(args.page_size.divisor), kLatentTile)
+                                    : kLatentTile) {}
 
   __device__ __forceinline__ void run() {
     Place next = find(0);
@@ -31,19 +30,9 @@ class LatentProducer {
       const uint32_t present = keys_present(place);
       for (int part = 0; part < kLatentParts; ++part) load(n, part, place, present);
     }
-    if constexpr (Blocks > 1) wait_for_readers();
   }
 
  private:
-  static constexpr int kMostTokens = kLatentTile / Blocks;
-
-  // The other block arrives on this one's barriers: they must outlive its last arrival.
-  __device__ __forceinline__ void wait_for_readers() {
-    for (int n = max(0, tiles_.count - kLatentStages); n < tiles_.count; ++n)
-      for (uint64_t& empty : shared_.empty[latent_stage(n)])
-        mbarrier_wait(shared_address(&empty), latent_parity(n));
-  }
-
   // Of a box in the tensor map: of an absent page, outside of it, where TMA reads zeros.
   struct Place {
     int row, page;
@@ -54,7 +43,7 @@ class LatentProducer {
     const int token = (tiles_.first + n) * kLatentTile + lane_ * box_tokens_;
     if (!args_.page_table) return {token, batch_entry(block_.batch, args_.keys.batches), true};
     const int slot = divide(token, args_.page_size);
-    const bool needed = n < tiles_.count && lane_ < boxes() && token < block_.length;
+    const bool needed = n < tiles_.count && lane_ < boxes() && token < block_.keys.end;
     int page = -1;
     if (needed && slot < args_.table_width) {
       const int64_t row = batch_entry(block_.batch, args_.table_batches);
@@ -82,24 +71,13 @@ class LatentProducer {
       mbarrier_expect_tx(full, latent_chunks(part) * kLatentChunkBytes);
     }
     __syncwarp();
-    // Each block of a pair loads its share of the boxes for both.
-    if (lane_ * Blocks / boxes() != block_of_pair()) return;
+    if (lane_ >= boxes()) return;
     const int first = latent_first_chunk(part);
     const uint32_t box = smem_.tile(n) + lane_ * box_tokens_ * 128;
 #pragma unroll 1
     for (int chunk = first; chunk < first + latent_chunks(part); ++chunk)
-      load_box(box + chunk * kLatentChunkBytes, full, chunk * 64, place);
-  }
-
-  __device__ int block_of_pair() const { return Blocks == 1 ? 0 : blockIdx.x % Blocks; }
-
-  __device__ __forceinline__ void load_box(uint32_t to, uint32_t full, int column,
-                                           const Place& place) const {
-    constexpr uint16_t kBoth = 3;
-    if constexpr (Blocks == 1)
-      tma_load_4d(to, &map_, full, column, place.row, block_.kv_head, place.page);
-    else
-      tma_load_4d_multicast(to, &map_, full, column, place.row, block_.kv_head, place.page, kBoth);
+      tma_load_4d(box + chunk * kLatentChunkBytes, &map_, full, chunk * 64, place.row,
+                  block_.kv_head, place.page);
   }
 
   const CUtensorMap& map_;

@@ -14,19 +14,18 @@
 
 namespace flashattn {
 
-__device__ __forceinline__ void init_latent_barriers(LatentShared& shared, int blocks) {
+__device__ __forceinline__ void init_latent_barriers(LatentShared& shared) {
   for (int stage = 0; stage < kLatentStages; ++stage)
     for (int part = 0; part < kLatentParts; ++part) {
       mbarrier_init(shared_address(&shared.full[stage][part]), 1);
-      mbarrier_init(shared_address(&shared.empty[stage][part]), blocks);
+      mbarrier_init(shared_address(&shared.empty[stage][part]), 1);
     }
   mbarrier_init(shared_address(&shared.weights_full), kLatentWarps);
   mbarrier_init(shared_address(&shared.weights_empty), kLatentWarps);
   mbarrier_init_fence();
 }
 
-// Blocks: how many row blocks form a cluster and load each tile once, 1 or 2.
-template <class T, int Blocks>
+template <class T>
 __global__ void __launch_bounds__(kLatentThreads, 1)
     decode_latent_kernel(const __grid_constant__ CUtensorMap map,
                          const __grid_constant__ DecodeArgs args) {
@@ -40,36 +39,29 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
   const int32_t* length = args.lengths + batch_entry(block.batch, args.length_batches);
   if (threadIdx.x == 0) {
     tma_prefetch_descriptor(&map);
-    init_latent_barriers(shared, Blocks);
+    init_latent_barriers(shared);
   }
   block.find_keys(args, __ldg(length));
   const LatentTiles tiles(block);
   __syncthreads();
-  if constexpr (Blocks > 1) {
-    cluster_arrive_relaxed();
-    cluster_wait();
-  }
 
-  constexpr int kLaunchRegisters = 168;  // 65536 by 384 threads, in steps of 8
-  constexpr int kProducerRegisters = 32, kConsumerRegisters = 232;
-  static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * kLaunchRegisters,
-                "a claim of more would wait for ever");
+  constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<kProducerRegisters>();
-    if (threadIdx.x < 32) LatentProducer<Blocks>(map, args, block, tiles, smem, shared, lane).run();
+    if (threadIdx.x < 32) LatentProducer(map, args, block, tiles, smem, shared, lane).run();
   } else if (warpgroup == 1) {
     registers_claim<kConsumerRegisters>();
-    LatentScorer<T, Blocks>(args, block, tiles, smem, shared).run();
+    LatentScorer<T>(args, block, tiles, smem, shared).run();
   } else {
     registers_claim<kConsumerRegisters>();
-    LatentRightHalf<T, Blocks>(args, block, tiles, smem, shared).run();
+    LatentRightHalf<T>(args, block, tiles, smem, shared).run();
   }
 }
 
 // ---- Host
 
-inline Status encode_latent_map(CUtensorMap* map, const DecodeParams& params, bool paired) {
+inline Status encode_latent_map(CUtensorMap* map, const DecodeParams& params) {
   const Problem& problem = params.problem;
   TensorMapShape shape = {};
   shape.data = params.k.data;
@@ -81,7 +73,7 @@ inline Status encode_latent_map(CUtensorMap* map, const DecodeParams& params, bo
   shape.row_stride = params.k.seq;
   shape.head_stride = params.k.head;
   shape.batch_stride = params.k.batch;
-  shape.box_rows = latent_box_tokens(params, paired);
+  shape.box_rows = latent_box_tokens(params);
   return encode_tensor_map_4d(map, shape);
 }
 
@@ -93,14 +85,12 @@ Status launch_latent_plan(const DecodeParams& params, const DecodePlan& plan, co
   if (Status status = check_decode<kLatentHeadDim>(params, plan, device); !status.ok())
     return status;
   CUtensorMap map;
-  if (Status status = encode_latent_map(&map, params, plan.paired); !status.ok())
+  if (Status status = encode_latent_map(&map, params); !status.ok())
     return {"decode_latent: " + status.message};
   const DecodeArgs args = decode_args(params, plan);
   Launch what;
   what.kernel_name = "decode_latent";
-  what.kernel = plan.paired ? reinterpret_cast<const void*>(&decode_latent_kernel<T, 2>)
-                            : reinterpret_cast<const void*>(&decode_latent_kernel<T, 1>);
-  what.cluster = plan.paired ? 2 : 1;
+  what.kernel = reinterpret_cast<const void*>(&decode_latent_kernel<T>);
   const unsigned sequences = problem.batch * plan.splits + plan.extra_blocks;
   what.grid = dim3(sequences * plan.row_blocks, problem.kv_heads);
   what.threads = kLatentThreads;

@@ -93,23 +93,21 @@ static __device__ __noinline__ RaggedPart locate_part(const DecodeArgs& args, in
   return {batch, 0, cut.splits_of(batch)};
 }
 
-// Blocks along x: what forms clusters fastest, splits or row blocks, then the other, then
-// sequences, behind the extra blocks of a ragged batch. Along y: kv heads. False: nothing to do.
+// Blocks along x: split fastest, so that they form clusters, then row blocks, which share tokens,
+// then sequences, behind the extra blocks of a ragged batch. Along y: kv heads. False: nothing to
+// do.
 template <class Shape>
 __device__ __forceinline__ bool locate_block(DecodeBlock& block, const DecodeArgs& args, int lane) {
-  const FastDivisor& first = Shape::kRowBlocksFirst ? args.row_blocks : args.splits;
-  const FastDivisor& second = Shape::kRowBlocksFirst ? args.splits : args.row_blocks;
-  const int outer = divide(blockIdx.x, first);
-  const int sequence = divide(outer, second);
-  const int of_first = blockIdx.x - outer * static_cast<int>(first.divisor);
-  const int of_second = outer - sequence * static_cast<int>(second.divisor);
+  const int sequence_rows = divide(blockIdx.x, args.splits);
+  const int sequence = divide(sequence_rows, args.row_blocks);
   block.kv_head = blockIdx.y;
-  block.first_row = (Shape::kRowBlocksFirst ? of_first : of_second) * Shape::kRows;
+  block.first_row =
+      (sequence_rows - sequence * static_cast<int>(args.row_blocks.divisor)) * Shape::kRows;
   block.rows = min(Shape::kRows, args.query_rows - block.first_row);
 
   block.place = block.batch = sequence;
   block.splits = static_cast<int>(args.splits.divisor);
-  block.split = Shape::kRowBlocksFirst ? of_second : of_first;
+  block.split = blockIdx.x - sequence_rows * block.splits;
   if (args.extra_blocks > 0) {
     const RaggedPart part = locate_part(args, sequence, lane);
     if (part.splits == 0) return false;

@@ -126,7 +126,6 @@ struct DecodePlan {
   int extra_blocks = 0;   // ragged: blocks of a kv head and row block beside one for each sequence
   bool lean = false;      // the small kernel of decode_lean.cuh
   bool featured = false;  // the lean kernel with a window or a soft cap
-  bool paired = false;    // the latent kernel with two row blocks to a cluster
   int eager = 0;          // its tiles of a warp that are fetched before the length is known: 0 or 1
   DecodeSmem smem = {};
   const char* reason = "";

@@ -27,7 +27,6 @@ struct DecodeShape {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kColumnBlocks = ColumnBlocks;
   static constexpr int kRows = ColumnBlocks * kDecodeColumns;
-  static constexpr bool kRowBlocksFirst = false;  // in the order of blocks, else splits
   static constexpr int kWidth = kByteCache ? 1 : 2;
   static constexpr int kRowBytes = HeadDim * kWidth;
   static constexpr int kRowChunks = kRowBytes / 16;

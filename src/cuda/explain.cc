@@ -91,8 +91,7 @@ Explained explain_decode(const DecodeParams& params, const Device& device) {
     return {"decode (sm90 latent)", "",
             "latent kernel, " + number(plan.splits) + " splits" +
                 (plan.combines() ? ", merged by a second kernel" : "") + ", " +
-                number(plan.row_blocks) + " blocks of 64 query rows" +
-                (plan.paired ? " in pairs that share loads" : "") + ": " + plan.reason};
+                number(plan.row_blocks) + " blocks of 64 query rows: " + plan.reason};
   }
   const int head_dim = compiled_head_dim(
       GenericHeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));

@@ -87,17 +87,6 @@ __device__ __forceinline__ void tma_load_4d(uint32_t shared, const CUtensorMap* 
       "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// The same into every block of the cluster that `blocks` has a bit for, at the same place,
-// completing on the barrier that each has there.
-__device__ __forceinline__ void tma_load_4d_multicast(uint32_t shared, const CUtensorMap* map,
-                                                      uint32_t barrier, int column, int row,
-                                                      int head, int batch, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3,%4,%5,%6}], [%2], %7;" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "h"(blocks)
-      : "memory");
-}
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t shared, int column,
                                              int row, int head, int batch) {
   asm volatile(
@@ -234,20 +223,6 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int block) 
   uint32_t r;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(shared), "r"(block));
   return r;
-}
-// mbarrier_arrive on another block's barrier.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t cluster_barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier)
-               : "memory");
-}
-// The same where a condition holds; the block may be this one.
-__device__ __forceinline__ void mbarrier_arrive_cluster_if(bool condition,
-                                                           uint32_t cluster_barrier) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %1, 0; "
-      "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];}" ::"r"(cluster_barrier),
-      "r"(static_cast<int>(condition))
-      : "memory");
 }
 // Stores that complete on a barrier of the block that they go to.
 __device__ __forceinline__ void store_async(uint32_t cluster_shared, float4 x,
