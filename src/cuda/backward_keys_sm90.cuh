@@ -30,7 +30,6 @@ struct BackwardLayout {
   static constexpr int kRows = kTile.rows, kKeys = 128;
   static constexpr int kStages = 2;  // of Q, of dO and of dS
   static constexpr bool kLooksAhead = false, kAccumulates = WithDq;
-  static constexpr int kCluster = 1;
   static constexpr int kChunks = HeadDim / 64;
   static constexpr int kDqColumns = DqFragment<HeadDim>::kColumns;
 
@@ -452,8 +451,8 @@ __global__ void __launch_bounds__(384, 1)
   const BackwardBarriers barriers(smem + L::kBarriers);
   __shared__ BackwardTask task;
   __shared__ ConvertTask<T> convert;
-  if (threadIdx.x == 0) barriers.init(L::kCluster);
-  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys, L::kCluster);
+  if (threadIdx.x == 0) barriers.init();
+  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {

@@ -56,10 +56,6 @@ constexpr BackwardTile backward_tile_sm90(int compiled_head_dim) {
              : BackwardTile{128, BackwardOrder::kTogether, BackwardDq::kNextStep, 2};
 }
 
-// Head dims over 128: neighbouring key blocks that form a cluster and load the queries' tiles once
-// for all (1 or 2). A block of 64 keys loads 64 KB a step at H 256, 4.4 TB/s over the GPU.
-constexpr int kBackwardWideCluster = 2;
-
 // Without dQ.
 constexpr BackwardTile kBackwardDkvTile{64, BackwardOrder::kValueFirst, BackwardDq::kNextStep, 2};
 

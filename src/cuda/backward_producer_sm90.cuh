@@ -26,13 +26,13 @@ struct BackwardBarriers {
         dout_full(base + 56),
         dout_empty(base + 72) {}
 
-  __device__ void init(int cluster) const {
+  __device__ void init() const {
     for (uint32_t barrier : {k_full, v_full, repair}) mbarrier_init(barrier, 1);
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(q_full + 8 * i, 1);
       mbarrier_init(dout_full + 8 * i, 1);
-      mbarrier_init(q_empty + 8 * i, 2 * cluster);  // one arrival a warpgroup
-      mbarrier_init(dout_empty + 8 * i, 2 * cluster);
+      mbarrier_init(q_empty + 8 * i, 2);  // one arrival a warpgroup
+      mbarrier_init(dout_empty + 8 * i, 2);
     }
     mbarrier_init_fence();
   }
@@ -56,9 +56,8 @@ struct BackwardGrid {
 // step does not need must not cost registers.
 struct BackwardTask {
   int b, kv_head, first_key;
-  int q_batch, k_batch, v_batch;  // of operands that have fewer batches than the call
-  int key_end;                    // keys from here on are seen by no row
-  int row_shift;                  // under a causal mask row i sees key j iff i >= j - row_shift
+  int key_end;    // keys from here on are seen by no row
+  int row_shift;  // under a causal mask row i sees key j iff i >= j - row_shift
   bool causal;
   RowRange valid;
   int first_step, masked_end, end_step;  // steps before masked_end need the mask
@@ -72,28 +71,19 @@ struct BackwardTask {
   }
 };
 
-// The blocks of a cluster own neighbouring keys of one head and walk over the same rows.
 __device__ inline BackwardTask find_task(const PrefillParams& forward, const BackwardGrid& grid,
-                                         int rows, int keys, int cluster) {
+                                         int rows, int keys) {
   const Problem& problem = forward.problem;
   // Inside a section heads run fastest and keys upwards: under a causal mask the longest blocks
   // first.
-  const int cluster_index = blockIdx.x / cluster;
-  const int per_section = grid.key_blocks / cluster * grid.section;
-  const int section = cluster_index / per_section, inside = cluster_index % per_section;
+  const int per_section = grid.key_blocks * grid.section;
+  const int section = blockIdx.x / per_section, inside = blockIdx.x % per_section;
   const int section_heads = min(grid.section, grid.heads - section * grid.section);
   const int head = section * grid.section + inside % section_heads;
   BackwardTask task;
   task.b = head / problem.kv_heads;
   task.kv_head = head % problem.kv_heads;
-  const auto batch_of = [&](const Strided& x) {
-    return task.b < x.batches ? task.b : task.b % x.batches;
-  };
-  task.q_batch = batch_of(forward.q);
-  task.k_batch = batch_of(forward.k);
-  task.v_batch = batch_of(forward.v);
-  const int cluster_key = inside / section_heads * cluster * keys;
-  task.first_key = cluster_key + blockIdx.x % cluster * keys;
+  task.first_key = inside / section_heads * keys;
   task.key_end = keys_seen(forward, task.b);
   task.causal = forward.scores.window_right == 0;
   task.row_shift =
@@ -101,8 +91,8 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
   task.valid = rows_with_keys(forward, task.b);
 
   const int last_key = task.first_key + keys - 1;
-  const int end = cluster_key < task.key_end ? (task.valid.end + rows - 1) / rows : 0;
-  task.first_step = task.causal ? min(end, max(0, cluster_key - task.row_shift) / rows) : 0;
+  const int end = task.first_key < task.key_end ? (task.valid.end + rows - 1) / rows : 0;
+  task.first_step = task.causal ? min(end, max(0, task.first_key - task.row_shift) / rows) : 0;
   task.end_step = end;
   task.masked_end = task.first_step;
   if (last_key >= task.key_end)
@@ -122,10 +112,10 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
   const Problem& problem = forward.problem;
   const RowRange keys{0, task.key_end};
   BackwardLoader<HeadDim> loader{barriers.repair, lane};
-  RingPosition<2> ring;  // of Q, lse2, dO and delta
+  RingPosition<2> q_ring, dout_ring;
 
   loader.template load<L::kKeys>(smem + L::kK, &maps.k, barriers.k_full, task.first_key,
-                                 task.kv_head, task.k_batch, keys, problem.kv_len, 0);
+                                 task.kv_head, task.b % forward.k.batches, keys, problem.kv_len, 0);
   grid_dependency_wait();  // lse2 and delta; the tiles do not depend on the pass before
   if constexpr (L::kAccumulates) {
     const int kv_head_index = task.b * problem.kv_heads + task.kv_head;
@@ -141,44 +131,38 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
 #pragma unroll 1
     for (int step = task.first_step; step < task.end_step; ++step) {
       const int row = step * L::kRows;
-      const uint32_t q_full = barriers.q_full + 8 * ring.stage;
-      mbarrier_wait(barriers.q_empty + 8 * ring.stage, ring.phase ^ 1);
-      loader.template load<L::kRows, L::kCluster>(smem + L::kQ + ring.stage * L::kQueryBytes,
-                                                  &maps.q, q_full, row, head, task.q_batch,
-                                                  task.valid, problem.q_len, L::kStatBytes);
+      const uint32_t q_full = barriers.q_full + 8 * q_ring.stage;
+      mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
+      loader.template load<L::kRows>(smem + L::kQ + q_ring.stage * L::kQueryBytes, &maps.q, q_full,
+                                     row, head, task.b % forward.q.batches, task.valid,
+                                     problem.q_len, L::kStatBytes);
       if (lane == 0)
-        bulk_load(smem + L::kLse + ring.stage * L::kStatBytes, grid.workspace.lse2 + stats_row(row),
-                  L::kStatBytes, q_full);
+        bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes,
+                  grid.workspace.lse2 + stats_row(row), L::kStatBytes, q_full);
+      q_ring.advance();
 
       if (g == 0 && step == task.first_step)
         loader.template load<L::kKeys>(smem + L::kV, &maps.v, barriers.v_full, task.first_key,
-                                       task.kv_head, task.v_batch, keys, problem.kv_len, 0);
+                                       task.kv_head, task.b % forward.v.batches, keys,
+                                       problem.kv_len, 0);
 
-      const uint32_t dout_full = barriers.dout_full + 8 * ring.stage;
-      mbarrier_wait(barriers.dout_empty + 8 * ring.stage, ring.phase ^ 1);
-      loader.template load<L::kRows, L::kCluster>(smem + L::kDout + ring.stage * L::kQueryBytes,
-                                                  &maps.dout, dout_full, row, head, task.b,
-                                                  task.valid, problem.q_len, L::kStatBytes);
+      const uint32_t dout_full = barriers.dout_full + 8 * dout_ring.stage;
+      mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
+      loader.template load<L::kRows>(smem + L::kDout + dout_ring.stage * L::kQueryBytes, &maps.dout,
+                                     dout_full, row, head, task.b, task.valid, problem.q_len,
+                                     L::kStatBytes);
       if (lane == 0)
-        bulk_load(smem + L::kDelta + ring.stage * L::kStatBytes,
+        bulk_load(smem + L::kDelta + dout_ring.stage * L::kStatBytes,
                   grid.workspace.delta + stats_row(row), L::kStatBytes, dout_full);
-      ring.advance();
+      dout_ring.advance();
     }
   }
   // Consumers that look one tile ahead find one more, and do not use what they make of it.
   if constexpr (L::kLooksAhead) {
-    mbarrier_wait(barriers.q_empty + 8 * ring.stage, ring.phase ^ 1);
-    if (lane == 0) mbarrier_arrive(barriers.q_full + 8 * ring.stage);
-    mbarrier_wait(barriers.dout_empty + 8 * ring.stage, ring.phase ^ 1);
-    if (lane == 0) mbarrier_arrive(barriers.dout_full + 8 * ring.stage);
-  }
-  // A block must not end while others of its cluster may still arrive on its barriers: the stages
-  // that were not awaited just now.
-  if constexpr (L::kCluster > 1) {
-    static_assert(L::kLooksAhead, "one of the two stages has been awaited");
-    ring.advance();
-    mbarrier_wait(barriers.q_empty + 8 * ring.stage, ring.phase ^ 1);
-    mbarrier_wait(barriers.dout_empty + 8 * ring.stage, ring.phase ^ 1);
+    mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
+    if (lane == 0) mbarrier_arrive(barriers.q_full + 8 * q_ring.stage);
+    mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
+    if (lane == 0) mbarrier_arrive(barriers.dout_full + 8 * dout_ring.stage);
   }
 }
 

@@ -57,8 +57,7 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
   const Problem& problem = forward.problem;
   BackwardMaps maps;
   const auto queries = [&](CUtensorMap* map, const Strided& x) {
-    return encode_backward_map(map, x, problem, problem.q_len, problem.q_heads,
-                               L::kRows / L::kCluster);
+    return encode_backward_map(map, x, problem, problem.q_len, problem.q_heads, L::kRows);
   };
   const auto keys = [&](CUtensorMap* map, const Strided& x, int box_rows) {
     return encode_backward_map(map, x, problem, problem.kv_len, problem.kv_heads, box_rows);
@@ -71,8 +70,7 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
   if (Status s = keys(&maps.dv, params.dv, 64); !s.ok()) return s;
 
   const float scale = static_cast<float>(forward.scores.scale);
-  constexpr int kClusterKeys = L::kCluster * L::kKeys;
-  BackwardGrid grid{(problem.kv_len + kClusterKeys - 1) / kClusterKeys * L::kCluster,
+  BackwardGrid grid{(problem.kv_len + L::kKeys - 1) / L::kKeys,
                     backward_section_sm90(forward.scores.window_right == 0, HeadDim),
                     problem.batch * problem.kv_heads,
                     problem.group(),
@@ -83,8 +81,7 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};
   const unsigned blocks = static_cast<unsigned>(grid.heads) * grid.key_blocks;
-  return launch({name, kernel, dim3(blocks), 384, L::kBytes, L::kCluster, true}, args, device,
-                stream);
+  return launch({name, kernel, dim3(blocks), 384, L::kBytes, 1, true}, args, device, stream);
 }
 
 template <class T, int HeadDim, bool WithDq>

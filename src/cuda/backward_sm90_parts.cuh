@@ -37,9 +37,7 @@ struct BackwardLoader {
   int lane;
   uint32_t repair_phase = 0;
 
-  // Every block of a cluster of Cluster blocks loads its part of the rows into all of them; the
-  // map's box is a part.
-  template <int Rows, int Cluster = 1>
+  template <int Rows>
   __device__ __forceinline__ void load(uint32_t tile, const CUtensorMap* map, uint32_t full,
                                        int row, int head, int b, RowRange valid, int capacity,
                                        uint32_t stats_bytes) {
@@ -48,16 +46,13 @@ struct BackwardLoader {
     if (whole) {
       if (lane == 0) {
         mbarrier_expect_tx(full, kTileBytes + stats_bytes);
-        if constexpr (Cluster == 1)
-          load_chunks<Rows>(tile, map, full, row, head, b);
-        else
-          load_part<Rows, Cluster>(tile, map, full, row, head, b);
+        load_chunks<Rows>(tile, map, full, row, head, b);
       }
       return;
     }
     if (lane == 0) {
       mbarrier_expect_tx(repair, kTileBytes);
-      load_chunks<Rows, Cluster>(tile, map, repair, row, head, b);
+      load_chunks<Rows>(tile, map, repair, row, head, b);
     }
     mbarrier_wait(repair, repair_phase);
     repair_phase ^= 1;
@@ -67,27 +62,12 @@ struct BackwardLoader {
     if (lane == 0) mbarrier_expect_tx(full, stats_bytes);
   }
 
-  template <int Rows, int Parts = 1>
+  template <int Rows>
   __device__ __forceinline__ void load_chunks(uint32_t tile, const CUtensorMap* map,
                                               uint32_t barrier, int row, int head, int b) {
-    constexpr int kRows = Rows / Parts;
-#pragma unroll
-    for (int i = 0; i < HeadDim / 64 * Parts; ++i)
-      tma_load_4d(tile + i * kRows * 128, map, barrier, i / Parts * 64, row + i % Parts * kRows,
-                  head, b);
-  }
-
-  template <int Rows, int Cluster>
-  __device__ __forceinline__ void load_part(uint32_t tile, const CUtensorMap* map, uint32_t barrier,
-                                            int row, int head, int b) {
-    constexpr int kRows = Rows / Cluster;
-    const int first = blockIdx.x % Cluster * kRows;
-    uint32_t part = tile + first * 128;
-    opaque(part);  // else an address a chunk is kept
 #pragma unroll
     for (int chunk = 0; chunk < HeadDim / 64; ++chunk)
-      tma_load_4d_multicast(part + chunk * Rows * 128, map, barrier, chunk * 64, row + first, head,
-                            b, (1 << Cluster) - 1);
+      tma_load_4d(tile + chunk * Rows * 128, map, barrier, chunk * 64, row, head, b);
   }
 
   template <int Rows>

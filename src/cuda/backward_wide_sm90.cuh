@@ -27,7 +27,6 @@ struct BackwardWideLayout {
   static constexpr int kRows = 64, kKeys = 64;
   static constexpr int kStages = 2;  // of Q and of dO
   static constexpr bool kLooksAhead = true, kAccumulates = false;
-  static constexpr int kCluster = kBackwardWideCluster;
   static constexpr int kChunks = HeadDim / 64;
   // The warpgroup of the scores has the exponentials, so where the chunks do not split evenly it
   // takes fewer columns.
@@ -99,16 +98,6 @@ class BackwardWideHalf {
   }
   __device__ __forceinline__ uint32_t dout_tile() const {
     return smem_ + L::kDout + ring_.stage * L::kQueryBytes;
-  }
-
-  // This warpgroup is done with a stage, which every block of the cluster loads.
-  __device__ __forceinline__ void release(uint32_t empty, uint32_t stage, bool condition = true) {
-    const uint32_t barrier = empty + 8 * stage;
-    if constexpr (L::kCluster == 1)
-      mbarrier_arrive_if(thread_ == 0 && condition, barrier);
-    else
-      mbarrier_arrive_cluster_if(thread_ < L::kCluster && condition,
-                                 cluster_address(barrier, thread_ % L::kCluster));
   }
 
   __device__ __forceinline__ void hand_over(int buffer, const uint32_t (&x)[kRows / 4]) {
@@ -220,7 +209,6 @@ class BackwardWideScores
         wgmma_wait<0>();
       }
     }
-    Half::release(barriers_.dout_empty, ring_.stage ^ 1);
     Half::store_gradients();
   }
 
@@ -243,7 +231,7 @@ class BackwardWideScores
     // exponentials ahead of the wait for dV.
     mbarrier_wait(barriers_.q_full + 8 * ring_.stage, ring_.phase);
     wgmma_wait<0>();
-    Half::release(barriers_.dout_empty, ring_.stage ^ 1, started_);
+    mbarrier_arrive_if(thread_ == 0 && started_, barriers_.dout_empty + 8 * (ring_.stage ^ 1));
     pack_pairs<T>(p_, s_);
     Half::hand_over(L::kP, p_);
     named_barrier_arrive(Half::kPReady, 256);
@@ -259,7 +247,7 @@ class BackwardWideScores
     issue_scores();  // of the next block; after the last one of nothing, and nobody reads it
     Half::issue_gradient(Half::dv_, p_, dout);
     wgmma_wait<1>();
-    Half::release(barriers_.q_empty, stage);
+    mbarrier_arrive_if(thread_ == 0, barriers_.q_empty + 8 * stage);
   }
 
   float s_[kRows / 2];
@@ -322,8 +310,8 @@ class BackwardWideGradients
     Half::issue_gradient(Half::dk_, ds_, q);
     issue_dp();  // of the next block; after the last one of nothing, and nobody reads it
     wgmma_wait<0>();
-    Half::release(barriers_.q_empty, stage);
-    Half::release(barriers_.dout_empty, stage);
+    mbarrier_arrive_if(thread_ == 0, barriers_.q_empty + 8 * stage);
+    mbarrier_arrive_if(thread_ == 0, barriers_.dout_empty + 8 * stage);
   }
 
   float dp_[kRows / 2];
@@ -339,13 +327,9 @@ __global__ void __launch_bounds__(384, 1)
   __shared__ BackwardTask task;
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
-  if (threadIdx.x == 0) barriers.init(L::kCluster);
-  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys, L::kCluster);
+  if (threadIdx.x == 0) barriers.init();
+  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
-  if constexpr (L::kCluster > 1) {
-    cluster_arrive_relaxed();
-    cluster_wait();
-  }
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
