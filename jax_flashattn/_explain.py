@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_flashattn import _cpu, _ffi, _nn
 from jax_flashattn._axes import DIFFERENTIABLE
 from jax_flashattn._decode import decode
-from jax_flashattn._prefill import prefill
+from jax_flashattn._prefill import head_dim_unit, prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +102,22 @@ def explain_on(gpu: dict | None, op, operands, options, gradient=False) -> Expla
     names = equation.params["names"]
     avals = [v.aval for v in equation.invars]
     size = call_options.sizes(names, avals)
+    unit = head_dim_unit(
+        a.dtype for x, a in zip(names, avals, strict=True) if call_options.axes(x)[-1] in "hv"
+    )
     kernel, reason, details = cuda.explain(
         _PRIMITIVES[equation.primitive.name],
         {
             "batch": size["b"], "q_len": size["t"], "kv_len": size["s"] * size.get("m", 1),
-            "q_heads": size["n"], "kv_heads": size["k"], "head_dim": -(-size["h"] // 8) * 8,
-            "value_dim": -(-size["v"] // 8) * 8, "page_size": size["s"] if "m" in size else 0,
+            "q_heads": size["n"], "kv_heads": size["k"], "head_dim": -(-size["h"] // unit) * unit,
+            "value_dim": -(-size["v"] // unit) * unit, "page_size": size["s"] if "m" in size else 0,
         },
         {x: str(a.dtype) for x, a in zip(names, avals, strict=True)},
         dataclasses.asdict(call_options),
         gpu,
     )  # fmt: skip
-    if size["h"] % 8 or size["v"] % 8:
-        details += "; the head dims are padded to multiples of 8, which copies the operands"
+    if size["h"] % unit or size["v"] % unit:
+        details += f"; the head dims are padded to multiples of {unit}, which copies the operands"
     return answer(kernel or None, reason, details)
 
 

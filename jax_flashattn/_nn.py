@@ -1,5 +1,6 @@
 """dot_product_attention: the signature and the semantics of jax.nn's, with the kernels of this package."""
 
+import functools
 import inspect
 import numbers
 
@@ -59,9 +60,10 @@ def dot_product_attention(
     residual = {"return_residual": True} if return_residual else {}
 
     def jax_nn(query, key, value, bias, mask, implementation="xla", **residual):
-        return jax.nn.dot_product_attention(
-            query, key, value, bias, mask, implementation=implementation, **options, **residual
-        )
+        with jax.numpy_dtype_promotion("standard"):  # jax.nn's code needs it on some platforms
+            return jax.nn.dot_product_attention(
+                query, key, value, bias, mask, implementation=implementation, **options, **residual
+            )
 
     def xla(query, key, value, bias, mask, **residual):
         if mask is None and local_window_size is not None:
@@ -86,13 +88,11 @@ def dot_product_attention(
     def flash(*operands):
         return _flash(*operands, **options, return_residual=return_residual)
 
-    def default(*operands):
-        with jax.numpy_dtype_promotion("standard"):  # traced also where it is not what runs
-            return xla(*operands, **residual)
-
     if without_jax_nn:
         return flash(*operands)
-    branches = {"cpu": flash, "default": default} | ({} if on_cuda else {"cuda": flash})
+    branches = {"cpu": flash, "default": functools.partial(xla, **residual)} | (
+        {} if on_cuda else {"cuda": flash}
+    )
     return jax.lax.platform_dependent(*operands, **branches)
 
 

@@ -252,7 +252,8 @@ def test_8_bit(platform, dtype, page_size):
         assert np.isfinite(stored).all()
         error = np.abs(stored - np.clip(exact, -largest, largest))
         step = 0.5 if dtype == "int8" else np.maximum(np.abs(exact) * 2**-4, 2**-10)
-        assert (error <= step * (1 + 1e-6)).all()
+        quotient = np.abs(exact) * 2**-22  # float32, in which a half may be met or missed
+        assert (error <= step + quotient).all()
     arrays = dict(query=q[:, 29:], key_cache=cache.keys, value_cache=cache.values)
     arrays |= dict(seq_lens=cache.seq_lens, key_scale=scales[0], value_scale=scales[1])
     if page_size:
