@@ -36,12 +36,8 @@ class PrefillConsumer {
 
   __device__ __forceinline__ void run() {
     if (warpgroup_ == Tile::kWarpgroups - 1) pass_turn();
-    if constexpr (kOverlapTiles) {
-      begin_tile(q_stage_, q_parity_);
-      wgmma_wait<0>();
-    }
     while (true) {
-      wait_q(q_stage_, q_parity_);
+      mbarrier_wait(shared_address(&shared_.barriers.q_full[q_stage_][warpgroup_]), q_parity_);
       const TileWork& work = shared_.work[q_stage_];
       const TileWalk walk = load_part<TileWalk>(work);
       if (walk.position < 0) break;
@@ -49,9 +45,7 @@ class PrefillConsumer {
         attend(walk);
       else
         attend_to_nothing();
-      if constexpr (kOverlapTiles) begin_next_tile();
       finish_tile(work);
-      if constexpr (kOverlapTiles) wgmma_wait<0>();
       next_q_buffer();
     }
     bulk_wait<0>();
@@ -60,7 +54,6 @@ class PrefillConsumer {
  private:
   static constexpr int kSRegs = Tile::kBlockKv / 2, kPRegs = Tile::kBlockKv / 4;
   static constexpr bool kDoubleP = Tile::kTile.double_p;
-  static constexpr bool kOverlapTiles = Tile::kTile.overlaps_tiles();
   using PRegs = uint32_t[kPRegs];
 
   __device__ int thread() const { return threadIdx.x % 128; }
@@ -154,16 +147,18 @@ class PrefillConsumer {
   }
 
   __device__ __forceinline__ void first_block(const TileWalk& walk, int n) {
-    if constexpr (kOverlapTiles) {
-      q_low_ = descriptor_low_k_major(smem_.q(q_stage_, warpgroup_));
-    } else {
-      wait_k(block_);
-      if constexpr (Tile::kAnyMask) {
-        next_ = shared_.k_block[ring_stage(block_)];
-        n = next_.block();
-      }
-      first_product(q_stage_);
+    q_low_ = descriptor_low_k_major(smem_.q(q_stage_, warpgroup_));
+    wait_k(block_);
+    if constexpr (Tile::kAnyMask) {
+      next_ = shared_.k_block[ring_stage(block_)];
+      n = next_.block();
     }
+    uint32_t k_low = k_descriptor(block_);
+    opaque(k_low);
+    opaque(q_low_);
+    wgmma_fence();
+    multiply_qk(q_low_, k_low);
+    wgmma_commit();
     if constexpr (!Tile::kAnyMask) set_row_limits(walk);
     clear_o();
     wgmma_wait<0>();
@@ -181,28 +176,6 @@ class PrefillConsumer {
     }
     wait_next_k(n, block_ + 1);
     convert_p<T>(s_regs_, p_a_regs_);
-  }
-
-  __device__ __forceinline__ void first_product(int q_stage) {
-    q_low_ = descriptor_low_k_major(smem_.q(q_stage, warpgroup_));
-    uint32_t k_low = k_descriptor(block_);
-    opaque(k_low);
-    opaque(q_low_);
-    wgmma_fence();
-    multiply_qk(q_low_, k_low);
-    wgmma_commit();
-  }
-  // The first product of a tile, so that it runs under the end of the tile before. It is issued
-  // whatever the tile is, since a branch may not decide that: without a block to multiply nobody
-  // looks at what comes out.
-  __device__ __forceinline__ void begin_tile(int q_stage, uint32_t q_parity) {
-    wait_q(q_stage, q_parity);
-    if (load_part<TileWalk>(shared_.work[q_stage]).blocks > 0) wait_k(block_);
-    first_product(q_stage);
-  }
-  __device__ __forceinline__ void begin_next_tile() {
-    const bool wraps = q_stage_ == Tile::kQStages - 1;
-    begin_tile(wraps ? 0 : q_stage_ + 1, q_parity_ ^ wraps);
   }
 
   // Block n's scores and softmax, and the product of the block before, whose P is p_in.
@@ -383,9 +356,6 @@ class PrefillConsumer {
   }
 
   // ---- barriers
-  __device__ __forceinline__ void wait_q(int stage, uint32_t parity) {
-    mbarrier_wait(shared_address(&shared_.barriers.q_full[stage][warpgroup_]), parity);
-  }
   __device__ __forceinline__ void wait_k(uint32_t i) {
     mbarrier_wait(shared_address(&shared_.barriers.k_full[ring_stage(i)]), ring_parity(i));
   }

@@ -51,12 +51,6 @@ struct TileSm90 {
   constexpr bool finds_blocks() const {
     return kind == ScoreKind::kMasked || kind == ScoreKind::kShaped;
   }
-  // Whether a tile's first product runs under the end of the tile before. It costs a wait for the
-  // next tile's Q and K, which is long where tiles are few blocks and come from a counter.
-  // Four warpgroups have no registers for it.
-  constexpr bool overlaps_tiles() const {
-    return kind == ScoreKind::kFull && q_stages > 1 && warpgroups < 4;
-  }
   // Tiles, and room to align them to the 1024 bytes that the swizzle repeats after.
   constexpr int shared_memory() const {
     return q_stages * warpgroups * q_bytes() + 2 * kKvStages * kv_bytes() + 1024;
