@@ -83,15 +83,10 @@ class PrefillProducer {
   // comes next, and block_ its number.
   __device__ __forceinline__ void begin_range(const TileWork& work) {
     n_ = work.blocks - 1;
-    // Ahead of the wait for the Q buffer, which may still be on its way out as O. With a single
-    // buffer it always is, but for a block's first tile: meanwhile the rings can be filled.
+    // Ahead of the wait for the Q buffer, which may still be on its way out as O.
     if (n_ >= 0) load_k(work, block_, n_);
-    if (Tile::kQStages == 1 && n_ > 0 && block_ > 0) {
-      load_k(work, block_ + 1, n_ - 1);
-      load_v(work, block_++, n_--);
-    }
     publish(work);
-    if (work.blocks == 0) return publish_without_q();
+    if (n_ < 0) return publish_without_q();
 #pragma unroll 1
     for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(shared_.work[q_stage_], w);
   }
