@@ -48,15 +48,13 @@ class PrefillProducer {
     return shared_address(&shared_.barriers.q_full[q_stage_][warpgroup]);
   }
 
-  // V runs one block behind K, as the products do. `work` is read again from shared memory for each
-  // load: this thread has few registers.
   __device__ __forceinline__ void load_ranges() {
     int tile = blockIdx.x;
     TileWork next = first_work_;
-    begin_range(next);
-    while (next.position >= 0) {
+    while (true) {
+      begin_range(next);
+      if (next.position < 0) return;
       const TileWork& work = shared_.work[q_stage_];
-      if (n_ > 0) load_k(work, block_ + 1, n_ - 1);
 #pragma unroll 1
       for (; n_ > 1; --n_, ++block_) {
         load_v(work, block_, n_);
@@ -66,21 +64,15 @@ class PrefillProducer {
       // asks late leaves more to those who are done early.
       ask_for_next_tile();
       if (n_ > 0) load_v(work, block_++, n_--);
-      // The last V waits for its buffer longer than the next tile's first K and Q for theirs. But
-      // where it is the only one, Q's buffer becomes free after it is needed.
-      const bool has_v = n_ == 0, v_first = Tile::kQStages == 1 || work.blocks == 1;
-      const uint32_t last = block_;
-      if (has_v) ++block_;
-      if (has_v && v_first) load_v(work, last, 0);
+      if (n_ == 0) load_v(work, block_++, 0);
       tile = next_tile(tile);
       next = work_of(tile);
       next_q_buffer();
-      begin_range(next);
-      if (has_v && !v_first) load_v(work, last, 0);
     }
   }
-  // Publishes a tile, and loads its first K and its Q. From then on n_ is the block of keys whose V
-  // comes next, and block_ its number.
+  // Publishes a tile, and loads its Q and its first two K. From then on n_ is the block of keys
+  // whose V comes next, block_ its number, and K runs two blocks ahead. `work` is read again from
+  // shared memory for each load that follows: this thread has few registers.
   __device__ __forceinline__ void begin_range(const TileWork& work) {
     n_ = work.blocks - 1;
     // Ahead of the wait for the Q buffer, which may still be on its way out as O.
@@ -89,6 +81,7 @@ class PrefillProducer {
     if (n_ < 0) return publish_without_q();
 #pragma unroll 1
     for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(shared_.work[q_stage_], w);
+    if (n_ > 0) load_k(shared_.work[q_stage_], block_ + 1, n_ - 1);
   }
 
   // The same where blocks are found one by one: a single loop over all blocks of all tiles, so that
