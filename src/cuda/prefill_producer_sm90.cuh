@@ -50,38 +50,17 @@ class PrefillProducer {
 
   __device__ __forceinline__ void load_ranges() {
     int tile = blockIdx.x;
-    TileWork next = first_work_;
-    while (true) {
-      begin_range(next);
-      if (next.position < 0) return;
-      const TileWork& work = shared_.work[q_stage_];
-#pragma unroll 1
-      for (; n_ > 1; --n_, ++block_) {
-        load_v(work, block_, n_);
-        load_k(work, block_ + 2, n_ - 2);
-      }
-      // The next tile is asked for just early enough for the answer to be there in time: whoever
-      // asks late leaves more to those who are done early.
-      ask_for_next_tile();
-      if (n_ > 0) load_v(work, block_++, n_--);
-      if (n_ == 0) load_v(work, block_++, 0);
-      tile = next_tile(tile);
-      next = work_of(tile);
+    TileWork work = first_work_;
+    while (work.position >= 0) {
+      // The first K goes ahead of the wait for the Q buffer, which may still be on its way out as
+      // O.
+      if (work.blocks > 0) load_k(work, block_, work.blocks - 1);
+      publish(work);
+      work = load_tile(shared_.work[q_stage_], tile);
       next_q_buffer();
     }
-  }
-  // Publishes a tile, and loads its Q and its first two K. From then on n_ is the block of keys
-  // whose V comes next, block_ its number, and K runs two blocks ahead. `work` is read again from
-  // shared memory for each load that follows: this thread has few registers.
-  __device__ __forceinline__ void begin_range(const TileWork& work) {
-    n_ = work.blocks - 1;
-    // Ahead of the wait for the Q buffer, which may still be on its way out as O.
-    if (n_ >= 0) load_k(work, block_, n_);
     publish(work);
-    if (n_ < 0) return publish_without_q();
-#pragma unroll 1
-    for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(shared_.work[q_stage_], w);
-    if (n_ > 0) load_k(shared_.work[q_stage_], block_ + 1, n_ - 1);
+    publish_without_q();
   }
 
   // The same where blocks are found one by one: a single loop over all blocks of all tiles, so that
@@ -120,10 +99,7 @@ class PrefillProducer {
       }
       block = found;
       begins = !found.exists();
-      if (begins) {
-        if (is_loader()) ask_for_next_tile();
-        tile = __shfl_sync(~0u, is_loader() ? next_tile(tile) : 0, 0);
-      }
+      if (begins) tile = next_tile(tile);
     }
     publish(shared_.next_work);
     publish_without_q();
@@ -174,14 +150,37 @@ class PrefillProducer {
     finder_.start(work, grid_.block_positions);
   }
 
-  __device__ __forceinline__ void ask_for_next_tile() {
-    if (grid_.counter == nullptr) return;
-    mbarrier_wait(shared_address(&shared_.barriers.counter_claimed), 0);
-    answer_ = ask_for_tile(grid_);
+  // Loads all of a tile but its first K, and returns the work that follows. V runs one block behind
+  // K, as the products do. `work` is read again from shared memory for each load: this thread has
+  // few registers.
+  __device__ __forceinline__ TileWork load_tile(const TileWork& work, int& tile) {
+    int n = work.blocks - 1;
+    if (n >= 0) {
+#pragma unroll 1
+      for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(work, w);
+#pragma unroll 1
+      for (; n > 0; --n, ++block_) {
+        load_k(work, block_ + 1, n - 1);
+        load_v(work, block_, n);
+      }
+    } else {
+      publish_without_q();
+    }
+    // What comes next is worked out while the last V waits for its buffer: its divisions take as
+    // long as the softmax of half a block, and nobody waits for them here.
+    tile = next_tile(tile);
+    const TileWork next = work_of(tile);
+    if (n >= 0) load_v(work, block_++, 0);
+    return next;
   }
-  __device__ __forceinline__ int next_tile(int tile) const {
+  __device__ __forceinline__ int next_tile(int tile) {
     if (grid_.counter == nullptr) return tile + static_cast<int>(gridDim.x);
-    return tile_answered(grid_, answer_);
+    if constexpr (kThreads == 1) return fetch_next_tile();
+    return __shfl_sync(~0u, is_loader() ? fetch_next_tile() : 0, 0);
+  }
+  __device__ __forceinline__ int fetch_next_tile() const {
+    mbarrier_wait(shared_address(&shared_.barriers.counter_claimed), 0);
+    return fetch_tile(grid_);
   }
 
   __device__ __forceinline__ void load_q(const TileWork& work, int warpgroup) {
@@ -243,10 +242,8 @@ class PrefillProducer {
   PrefillShared<Tile>& shared_;
   int q_stage_ = 0;
   uint32_t q_parity_ = 0;
-  uint32_t block_ = 0;   // K/V blocks so far, through all tiles
-  uint32_t answer_ = 0;  // of the tile counter
+  uint32_t block_ = 0;  // K/V blocks so far, through all tiles
   TileWork first_work_;
-  int n_ = 0;
   Finder finder_;
 };
 

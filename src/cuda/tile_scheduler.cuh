@@ -52,16 +52,11 @@ __device__ inline void claim_counter(const TileGrid& grid) {
   }
 }
 
-// After claim_counter by a thread of this block. The answer takes as long as a load from memory;
-// until tile_answered, nobody waits for it. Of the word's lower half, to which the count is
-// confined: the compiler would take a 64-bit answer apart, and so wait for it, at once.
-__device__ inline uint32_t ask_for_tile(const TileGrid& grid) {
-  return atomicAdd(reinterpret_cast<unsigned*>(grid.counter), 1u);
-}
-__device__ inline int tile_answered(const TileGrid& grid, uint32_t answer) {
-  const int count = static_cast<int>(answer & ((1u << kCounterBits) - 1));
-  if (count == grid.tiles - 1)
-    atomicExch(reinterpret_cast<unsigned long long*>(grid.counter), 0ull);
+// After claim_counter by a thread of this block.
+__device__ inline int fetch_tile(const TileGrid& grid) {
+  auto* word = reinterpret_cast<unsigned long long*>(grid.counter);
+  const int count = static_cast<int>(atomicAdd(word, 1ull) & ((1u << kCounterBits) - 1));
+  if (count == grid.tiles - 1) atomicExch(word, 0ull);
   return static_cast<int>(gridDim.x) + count;
 }
 
