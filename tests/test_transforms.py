@@ -264,7 +264,8 @@ def test_vmap_of_jvp(platform, names):
         def one(q, k, v):
             return jax.jvp(lambda q: attention(q, k, v), (q,), (tangent,))[1]
 
-        return jax.vmap(one, in_axes=axes)(*joined.values())
+        with jax.default_matmul_precision("highest"):
+            return jax.vmap(one, in_axes=axes)(*joined.values())
 
     for ours, same in zip(
         push(functools.partial(jax_flashattn.prefill, return_lse=True)),
