@@ -53,7 +53,7 @@ namespace decode_plan_internal {
 
 // Microseconds on an H200: of a tile, of a block's start and end, and of the second kernel, which
 // reads what the first wrote.
-constexpr double kLatentTileTime = 1.5, kLatentBlockTime = 4.0;
+constexpr double kLatentTileTime = 2.0, kLatentBlockTime = 4.0;
 constexpr double latent_combine_time(int64_t partial_rows, int splits) {
   constexpr double kMegabytesPerRow = 2e-6 * 4 * (kLatentValueDim + kDecodeStatsFloats);
   return splits == 1 ? 0.0 : 1.5 + 0.1 * splits + partial_rows * kMegabytesPerRow / 3.0;
