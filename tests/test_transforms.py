@@ -272,7 +272,7 @@ def test_vmap_of_jvp(platform, names):
         push(_reference.attention),
         strict=True,
     ):
-        tolerance = 40 * float(jnp.finfo(ours.dtype).eps)
+        tolerance = 40 * float(jnp.finfo(joined["query"].dtype).eps)
         np.testing.assert_allclose(ours, same, atol=tolerance, rtol=tolerance)
     assert len(calls) == ours.shape[0]
 
