@@ -29,7 +29,6 @@ WORDS = {
 SPLITS = (1, 2, 4, 8, 16, 32)
 PACKAGES = {
     "flash": "jax_flashattn",
-    "flash_sm80": "jax_flashattn",
     "fa3": "flash-attn3-jax",
     "tokamax": "tokamax",
     "tokamax_tuned": "tokamax",
@@ -103,18 +102,6 @@ def flash(inputs: Inputs):
 
 
 # jax.nn and what comes with JAX -------------------------------------------------------------------
-
-
-def flash_sm80(inputs: Inputs):
-    """Ours with a window that hides nothing, which only the generic kernel takes."""
-    import jax_flashattn
-
-    if inputs.case.benchmark == "decode" or inputs.case.features:
-        raise Refused("asked for on plain prefill only")
-    prefill = functools.partial(
-        jax_flashattn.prefill, causal=inputs.case.causal, local_window_size=(2**30, 2**30)
-    )
-    return _jax_call(inputs, prefill)
 
 
 def cudnn(inputs: Inputs):
@@ -385,7 +372,6 @@ def _torch(inputs: Inputs, backend: str):
 
 IMPLEMENTATIONS = {
     "flash": flash,
-    "flash_sm80": flash_sm80,
     "cudnn": cudnn,
     "fa3": fa3,
     "tokamax": tokamax,
