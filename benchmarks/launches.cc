@@ -31,7 +31,7 @@ Status encode_tensor_map_packed(CUtensorMap*, const TensorMapShape&, int) { retu
 
 namespace {
 
-constexpr Device kH200 = {0, 9, 0, 132, 232448};
+constexpr Device kH200 = {0, 9, 0, 132, 232448}, kGeneric = {0, 8, 0, 132, 232448};
 constexpr int kLength = 8192, kHeads = 16;
 alignas(16) char somewhere[16];  // every operand; nothing follows its pointer
 
@@ -39,18 +39,17 @@ Strided operand(int batch, int length, int heads, int dim) {
   return {somewhere, batch, int64_t{length} * heads * dim, int64_t{heads} * dim, dim};
 }
 
-PrefillParams prefill(int head_dim, bool causal, bool soft_cap) {
+PrefillParams prefill(int head_dim, bool causal) {
   PrefillParams p = {};
   p.problem = {1, kLength, kLength, kHeads, kHeads, head_dim, head_dim, DType::kBF16};
-  p.scores.softcap = soft_cap ? 50 : 0;
   if (causal) p.scores.window_right = 0;
   p.q = p.k = p.v = p.o = operand(1, kLength, kHeads, head_dim);
   return p;
 }
 
-BackwardParams backward(int head_dim, bool deterministic, bool soft_cap) {
+BackwardParams backward(int head_dim, bool deterministic) {
   BackwardParams p = {};
-  p.forward = prefill(head_dim, true, soft_cap);
+  p.forward = prefill(head_dim, true);
   p.dout = p.dq = p.dk = p.dv = p.forward.q;
   p.deterministic = deterministic;
   p.workspace_size = int64_t{1} << 40;
@@ -82,15 +81,25 @@ void show(const std::string& name, int head_dim, Call&& call) {
 void show_all(int head_dim) {
   for (const bool causal : {true, false})
     show(causal ? "prefill, causal" : "prefill, full", head_dim,
-         [&] { return launch_prefill(prefill(head_dim, causal, false), kH200, nullptr); });
+         [&] { return launch_prefill(prefill(head_dim, causal), kH200, nullptr); });
+  show("prefill, window", head_dim, [&] {
+    PrefillParams window = prefill(head_dim, true);
+    window.scores.window_left = 1024;
+    return launch_prefill(window, kH200, nullptr);
+  });
+  show("prefill, soft cap", head_dim, [&] {
+    PrefillParams capped = prefill(head_dim, true);
+    capped.scores.softcap = 50;
+    return launch_prefill(capped, kH200, nullptr);
+  });
   show("prefill, generic", head_dim,
-       [&] { return launch_prefill(prefill(head_dim, true, true), kH200, nullptr); });
+       [&] { return launch_prefill(prefill(head_dim, true), kGeneric, nullptr); });
   show("backward", head_dim,
-       [&] { return launch_backward(backward(head_dim, false, false), kH200, nullptr); });
+       [&] { return launch_backward(backward(head_dim, false), kH200, nullptr); });
   show("backward, deterministic", head_dim,
-       [&] { return launch_backward(backward(head_dim, true, false), kH200, nullptr); });
+       [&] { return launch_backward(backward(head_dim, true), kH200, nullptr); });
   show("backward, generic", head_dim,
-       [&] { return launch_backward(backward(head_dim, true, true), kH200, nullptr); });
+       [&] { return launch_backward(backward(head_dim, true), kGeneric, nullptr); });
   const auto decode_call = [&](int batch, DType cache_dtype) {
     return launch_decode(decode(batch, kLength, kHeads, kHeads / 4, head_dim, cache_dtype), kH200,
                          nullptr);
@@ -102,8 +111,9 @@ void show_all(int head_dim) {
 
 void show_tiles() {
   for (const TileSm90& tile : kPrefillTilesSm90)
-    std::printf("tile %d %d %d %d %d\n", tile.head_dim, tile.mask == MaskKind::kCausal,
-                tile.max_q_len, tile.block_q(), tile.block_kv);
+    if (tile.kind == ScoreKind::kFull || tile.kind == ScoreKind::kCausal)
+      std::printf("tile %d %d %d %d %d\n", tile.head_dim, tile.kind == ScoreKind::kCausal,
+                  tile.max_q_len, tile.block_q(), tile.block_kv);
 }
 
 void show_plan(const char* shape) {

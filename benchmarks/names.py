@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 PEERS = {
+    "flash_sm80": "our generic kernel, on a GPU that has a faster one too",
     "cudnn": "jax.nn.dot_product_attention, cuDNN",
     "fa3": "FlashAttention-3 by flash-attn3-jax (decode: its best num_splits)",
     "tokamax": "tokamax, mosaic, its own choice of configuration",
@@ -14,7 +15,7 @@ PEERS = {
     "t_flash2": "torch scaled_dot_product_attention, FlashAttention-2",
     "xla": "jax.nn.dot_product_attention, XLA",
 }
-ON_REQUEST = ("tokamax_tuned",)  # it compiles a hundred kernels for each shape
+ON_REQUEST = ("tokamax_tuned", "flash_sm80")  # the former compiles a hundred kernels for each shape
 
 
 def select(text: str) -> list[str]:

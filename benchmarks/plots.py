@@ -8,6 +8,7 @@ from names import PEERS
 from tables import OURS
 
 COLORS = {
+    "flash_sm80": "tab:pink",
     OURS: "black",
     "cudnn": "tab:green",
     "fa3": "tab:orange",

@@ -322,7 +322,8 @@ def _is_contender(row: dict) -> bool:
 
 def _ratio(rows: dict) -> float | None:
     ours = rows.get(OURS, {}).get("us")
-    peers = [row["us"] for name, row in rows.items() if _is_contender(row) and name != OURS]
+    own = (OURS, "flash_sm80")
+    peers = [row["us"] for name, row in rows.items() if _is_contender(row) and name not in own]
     return min(peers) / ours if ours and peers else None
 
 

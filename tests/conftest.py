@@ -16,6 +16,8 @@ import hypothesis
 import jax
 import pytest
 
+from jax_flashattn import _ffi
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -32,8 +34,17 @@ hypothesis.settings.register_profile("nightly", max_examples=500, **_PROFILE)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--architecture", type=int, default=0, metavar="80",
+        help="GPU kernels of newer architectures than this are left out",
+    )  # fmt: skip
+
+
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
+    if limit := config.getoption("--architecture"):
+        _ffi.cuda().limit_architecture(limit)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import truth
-from calls import check_prefill, prefill, xla_prefill
-from cases import Case, make_inputs
+from calls import check_decode, check_gradients, check_prefill, prefill, xla_prefill
+from cases import Case, DecodeCase, make_inputs
 from check import check, check_lse, check_same
 
 import jax_flashattn
@@ -223,3 +223,41 @@ def test_many_tiles_of_few_blocks(platform, head_dim, causal, ragged):
         true_out, true_lse = truth.attention(**one, **case.options())
         check(out_of_one, true_out, xla_prefill(case_of_one, one))
         check_lse(lse_of_one, true_lse)
+
+
+# ---- The kernels for every GPU, on this one too. `pytest -m gpu --architecture 80` runs all tests so.
+
+
+@pytest.fixture
+def generic_kernels(request):
+    _ffi.cuda().limit_architecture(80)
+    yield
+    _ffi.cuda().limit_architecture(request.config.getoption("--architecture"))
+
+
+GENERIC_CASES = [
+    Case(head_dim=64, q_len=130, kv_len=200, q_heads=4, kv_heads=2),
+    Case(head_dim=96, q_len=65, kv_len=129, causal=False),
+    Case(head_dim=128, q_len=257, kv_len=257, layout="BNTH"),
+    Case(head_dim=192, q_len=100, kv_len=64, causal=False),
+    Case(head_dim=256, q_len=129, kv_len=190),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", GENERIC_CASES, ids=str)
+def test_generic_kernels(platform, generic_kernels, case, dtype):
+    check_prefill(platform, case.replace(dtype=dtype))
+    check_gradients(platform, case.replace(dtype=dtype))
+
+
+@on_gpu
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_generic_decode(platform, generic_kernels, head_dim, num_splits):
+    case = DecodeCase(
+        lengths=(1, 300, 700), capacity=700, head_dim=head_dim, dtype="bfloat16",
+        num_splits=num_splits,
+    )  # fmt: skip
+    check_decode(platform, case)

@@ -3,12 +3,15 @@
 #include <cudaTypedefs.h>
 
 #include <array>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <utility>
 
 namespace flashattn {
 namespace {
+
+std::atomic<int> architecture_limit{0};
 
 Status failure(const std::string& what, cudaError_t error) {
   return {what + ": " + cudaGetErrorString(error)};
@@ -127,8 +130,15 @@ Status device_facts(int ordinal, Device* device) {
     known[ordinal] = facts;
   }
   *device = known[ordinal];
+  const int limit = architecture_limit;
+  if (limit > 0 && limit < 10 * device->major + device->minor) {
+    device->major = limit / 10;
+    device->minor = limit % 10;
+  }
   return {};
 }
+
+void limit_architecture(int compute_capability) { architecture_limit = compute_capability; }
 
 Status launch(const Launch& what, void** args, const Device& device, cudaStream_t stream) {
   if (Status status = configure_shared_memory(what, device); !status.ok()) return status;

@@ -21,8 +21,12 @@ struct [[nodiscard]] Status {
   bool ok() const { return message.empty(); }
 };
 
-// Facts of one device, looked up once.
+// Facts of one device, looked up once. Its compute capability is at most the limit.
 Status device_facts(int ordinal, Device* device);
+
+// Calls from now on leave out what newer architectures than this (10 * major + minor; 0: no limit)
+// have kernels for, so that one GPU tests and measures both those and the generic ones.
+void limit_architecture(int compute_capability);
 
 // Launches `kernel(args...)` through cudaLaunchKernelEx after raising its dynamic shared memory
 // limit (once per kernel and device); the error names `kernel_name`, the grid and the shared

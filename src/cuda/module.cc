@@ -245,6 +245,7 @@ NB_MODULE(_cuda, m) {
   m.def("ffi_api_version", ffi_api_version);
   m.def("build_summary", build_summary);
   m.def("explain", explain);
+  m.def("limit_architecture", &limit_architecture);
   define_selftests(m);
   m.def("largest_head_dim", [] { return largest(GenericHeadDims{}); });
   m.def("decode_workspace",
