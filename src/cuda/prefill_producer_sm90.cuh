@@ -53,10 +53,15 @@ class PrefillProducer {
     TileWork work = first_work_;
     while (work.position >= 0) {
       // The first K goes ahead of the wait for the Q buffer, which may still be on its way out as
-      // O.
+      // O. A single buffer always is, but for a block's first tile: meanwhile the rings are filled.
       if (work.blocks > 0) load_k(work, block_, work.blocks - 1);
+      const bool ahead = Tile::kQStages == 1 && block_ > 0 && work.blocks > 1;
+      if (ahead) {
+        load_k(work, block_ + 1, work.blocks - 2);
+        load_v(work, block_++, work.blocks - 1);
+      }
       publish(work);
-      work = load_tile(shared_.work[q_stage_], tile);
+      work = load_tile(shared_.work[q_stage_], ahead, tile);
       next_q_buffer();
     }
     publish(work);
@@ -150,11 +155,11 @@ class PrefillProducer {
     finder_.start(work, grid_.block_positions);
   }
 
-  // Loads all of a tile but its first K, and returns the work that follows. V runs one block behind
-  // K, as the products do. `work` is read again from shared memory for each load: this thread has
-  // few registers.
-  __device__ __forceinline__ TileWork load_tile(const TileWork& work, int& tile) {
-    int n = work.blocks - 1;
+  // Loads all of a tile but its first K or, if `ahead`, its first two K and first V, and returns
+  // the work that follows. V runs one block behind K, as the products do. `work` is read again from
+  // shared memory for each load: this thread has few registers.
+  __device__ __forceinline__ TileWork load_tile(const TileWork& work, bool ahead, int& tile) {
+    int n = work.blocks - 1 - ahead;
     if (n >= 0) {
 #pragma unroll 1
       for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(work, w);
