@@ -3,6 +3,7 @@
 #define FLASHATTN_CUDA_PREFILL_CONSUMER_SM90_CUH_
 
 #include <type_traits>
+#include <variant>
 
 #include "prefill_layout_sm90.cuh"
 #include "score_mask_sm90.cuh"
@@ -148,6 +149,7 @@ class PrefillConsumer {
 
   __device__ __forceinline__ void first_block(const TileWalk& walk, int n) {
     q_low_ = descriptor_low_k_major(smem_.q(q_stage_, warpgroup_));
+    if constexpr (Tile::kShaped) set_shape();
     wait_k(block_);
     if constexpr (Tile::kAnyMask) {
       next_ = shared_.k_block[ring_stage(block_)];
@@ -165,7 +167,7 @@ class PrefillConsumer {
     release_k(block_);
     release_previous_q();
     if constexpr (Tile::kAnyMask) {
-      shape_scores(n);
+      scores_of_block(n).apply(s_regs_);
       if (next_.masked()) hide_keys(n);
       softmax_first<false>(s_regs_, rows_, scale_log2_, {});
       note_rows_without_key(rows_);
@@ -198,16 +200,13 @@ class PrefillConsumer {
     pass_turn();
     wgmma_wait<1>();
     if constexpr (kMaxFree) {
-      shape_scores(n);
-      softmax_max_free<T, kDoubleP, Tile::kAnyMask>(s_regs_, rows_, scale_log2_, p_out,
-                                                    [&](float (&s)[kSRegs]) {
-                                                      recompute_s(s, block_ + 1);
-                                                      shape_scores(n);
-                                                    });
+      softmax_max_free<T, kDoubleP, Tile::kAnyMask>(
+          s_regs_, rows_, scale_log2_, p_out, scores_of_block(n),
+          [&](float (&s)[kSRegs]) { recompute_s(s, block_ + 1); });
       release_k(block_ + 1);
     } else {
       release_k(block_ + 1);
-      shape_scores(n);
+      scores_of_block(n).apply(s_regs_);
       if constexpr (Masked) hide_keys(n);
       softmax_with_maximum<Masked>(s_regs_, rows_, scale_log2_);
       if constexpr (Tile::kAnyMask) note_rows_without_key(rows_);
@@ -298,7 +297,7 @@ class PrefillConsumer {
     if constexpr (!Tile::kAnyMask) return row_position_[half];
     int own_row = row(half);
     opaque(own_row);
-    return own_row / grid_.packed_heads;
+    return divide(own_row, grid_.by_packed_heads);
   }
   __device__ int packed_head(int half) const {
     return row(half) - row_position(half) * grid_.packed_heads;
@@ -327,13 +326,15 @@ class PrefillConsumer {
     const int first = first_position(work.position);
     return {params_, work, first + row_position(0), first + row_position(1)};
   }
-  __device__ __forceinline__ void shape_scores(int n) {
-    if constexpr (Tile::kShaped) {
-      const volatile TileWork& work = shared_.work[q_stage_];
-      const int first = first_position(work.position);
-      ScoreShape(params_, scale_, work, first + row_position(0), first + row_position(1))
-          .apply(s_regs_, n * Tile::kBlockKv);
-    }
+  __device__ __forceinline__ void set_shape() {
+    const TileWork& work = shared_.work[q_stage_];
+    shape_ = ScoreShape(params_, work, first_position(work.position) + row(0));
+  }
+  __device__ __forceinline__ auto scores_of_block(int n) const {
+    if constexpr (Tile::kShaped)
+      return ShapedScores{shape_, scale_, n * Tile::kBlockKv};
+    else
+      return PlainScores{scale_log2_};
   }
   __device__ __forceinline__ void hide_keys(int n) {
     if constexpr (Tile::kAnyMask)
@@ -542,6 +543,7 @@ class PrefillConsumer {
   const TileGrid& grid_;
   const float scale_log2_;  // of the softmax's exponent
   const PrefillScale<Tile>& scale_;
+  std::conditional_t<Tile::kShaped, ScoreShape, std::monostate> shape_;
   const PrefillSmem<Tile> smem_;
   PrefillShared<Tile>& shared_;
   const int warpgroup_;

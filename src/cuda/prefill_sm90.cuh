@@ -93,6 +93,7 @@ inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, 
   const bool equal_tiles = tile.kind == ScoreKind::kFull && !ragged;
   TileGrid grid = {};
   grid.packed_heads = packed_heads_sm90(tile, params);
+  grid.by_packed_heads = FastDivisor(grid.packed_heads);
   grid.warpgroup_positions = kWarpgroupRows / grid.packed_heads;
   grid.block_positions = tile.warpgroups * grid.warpgroup_positions;
   grid.q_blocks = (problem.q_len - 1) / grid.block_positions + 1;

@@ -22,14 +22,16 @@ struct ShapeScale {
   float minus_two_caps;
   // cap tanh(x) = s (odd[0] + odd[1] s^2 + ...) for x^2 <= kSeriesLimit, where s is the product and
   // x what tanh is taken of.
-  float series[5];
-  float series_limit;  // in units of s^2; 0: the series is not to be used
+  float series[5], short_series[3];
+  float series_limit, short_series_limit;  // in units of s^2; 0: they are not to be used
 };
 
-// Five terms, their relative error 3e-7 up to this x^2: minimax, by Lawson's algorithm.
-constexpr double kTanhSeriesLimit = 0.5;
+// Five terms, their relative error 3e-7 up to this x^2: minimax, by Lawson's algorithm. Three,
+// 4e-7.
+constexpr double kTanhSeriesLimit = 0.5, kTanhShortSeriesLimit = 0.0625;
 constexpr double kTanhSeries[5] = {0.9999996423721313, -0.33329981565475464, 0.13278315961360931,
                                    -0.050731346011161804, 0.013653111644089222};
+constexpr double kTanhShortSeries[3] = {0.9999996043445013, -0.333219082250449, 0.1284161343104726};
 
 inline ShapeScale make_shape_scale(const PrefillParams& params) {
   const Scores& scores = params.scores;
@@ -44,36 +46,45 @@ inline ShapeScale make_shape_scale(const PrefillParams& params) {
   shape.cap = static_cast<float>(cap);
   shape.minus_two_caps = -2.0f * shape.cap;
   shape.series_limit = static_cast<float>(kTanhSeriesLimit / (ratio * ratio));
+  shape.short_series_limit = static_cast<float>(kTanhShortSeriesLimit / (ratio * ratio));
   double power = cap * ratio;
   for (int i = 0; i < 5; ++i, power *= ratio * ratio) {
     shape.series[i] = static_cast<float>(kTanhSeries[i] * power);
-    if (!std::isfinite(shape.series[i])) shape.series_limit = 0.0f;
+    if (i < 3) shape.short_series[i] = static_cast<float>(kTanhShortSeries[i] * power);
+    if (!std::isfinite(shape.series[i])) shape.series_limit = shape.short_series_limit = 0.0f;
   }
   return shape;
 }
 
-// The soft cap. Scores are small beside it as a rule: then a few terms of tanh's series cost less
-// than the two steps through the exponentials' unit that an accurate tanh takes. The sums of a few
-// squares tell.
+template <int Terms>
+__device__ __forceinline__ float series_at(const float (&series)[Terms], float x) {
+  float sum = series[Terms - 1];
+#pragma unroll
+  for (int k = Terms - 2; k >= 0; --k) sum = fmaf(sum, x, series[k]);
+  return sum;
+}
+
+// Of the whole warp's scores; the sums of a few squares tell. False for NaN.
 template <int N>
-__device__ __forceinline__ void cap_scores(float (&s)[N], const ShapeScale& shape) {
+__device__ __forceinline__ bool all_squares_below(const float (&s)[N], float limit) {
   constexpr int kSums = 4;
   float squares[kSums];
 #pragma unroll
   for (int i = 0; i < N; ++i)
     squares[i % kSums] = i < kSums ? s[i] * s[i] : fmaf(s[i], s[i], squares[i % kSums]);
-  bool small = true;
+  bool below = true;
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) small &= squares[i] < shape.series_limit;  // false for NaN
-  if (__all_sync(kWholeWarp, small)) {
+  for (int i = 0; i < kSums; ++i) below &= squares[i] < limit;
+  return __all_sync(kWholeWarp, below);
+}
+
+// The soft cap. Scores are small beside it as a rule: then a few terms of tanh's series cost less
+// than the two steps through the exponentials' unit that an accurate tanh takes.
+template <int N>
+__device__ __forceinline__ void cap_scores(float (&s)[N], const ShapeScale& shape) {
+  if (all_squares_below(s, shape.series_limit)) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float square = s[i] * s[i];
-      float sum = shape.series[4];
-#pragma unroll
-      for (int k = 3; k >= 0; --k) sum = fmaf(sum, square, shape.series[k]);
-      s[i] *= sum;
-    }
+    for (int i = 0; i < N; ++i) s[i] *= series_at(shape.series, s[i] * s[i]);
   } else {
     // As tanh_by_exp2(), with the factors folded.
 #pragma unroll
@@ -83,56 +94,93 @@ __device__ __forceinline__ void cap_scores(float (&s)[N], const ShapeScale& shap
   }
 }
 
-// What changes the scores of the two rows of a thread.
+// What changes the scores of the two rows of a thread, in a tile. They are eight apart: heads with
+// slopes of their own are not packed into rows.
 class ScoreShape {
  public:
-  // Of rows at these query positions.
-  __device__ __forceinline__ ScoreShape(const PrefillParams& params, const ShapeScale& scale,
-                                        const volatile TileWork& work, int position0, int position1)
-      : params_(params), scale_(scale), work_(work), position_{position0, position1} {}
+  ScoreShape() = default;
+  // Of rows at this query position, and eight on.
+  __device__ __forceinline__ ScoreShape(const PrefillParams& params, const TileWork& work,
+                                        int position) {
+    if (!params.features.alibi_slopes) return;
+    slope_ = __ldg(params.features.alibi_slopes.row(work.batch) + work.head) * kLog2e;
+    const int column = 2 * static_cast<int>(threadIdx.x % 4);
+    distance_ = static_cast<float>(position + work.shift - column);
+  }
 
   // The scores of the block that begins with this key, from raw products.
   template <int N>
-  __device__ __forceinline__ void apply(float (&s)[N], int first_key) const {
-    int features = scale_.features;
-    opaque(features);  // else what is known of it occupies predicates throughout the main loop
-    if (features & kSoftCap) cap_scores(s, scale_);
-    const float factor = features & kSoftCap ? 1.0f : scale_.product;
-    if (features & kAlibi)
-      scale_and_add_alibi(s, factor, first_key);
-    else if (!(features & kSoftCap))
+  __device__ __forceinline__ void apply(float (&s)[N], const ShapeScale& scale,
+                                        int first_key) const {
+    const int features = features_of(scale);
+    if (features & kSoftCap) cap_scores(s, scale);
+    const float factor = features & kSoftCap ? 1.0f : scale.product;
+    if (features & kAlibi) {
+      const float distance = distance_ - static_cast<float>(first_key);
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        s[i] = fmaf(-slope_, fabsf(distance + row(i) - column(i)), s[i] * factor);
+    } else if (!(features & kSoftCap)) {
 #pragma unroll
       for (int i = 0; i < N; ++i) s[i] *= factor;
-  }
-
- private:
-  // Where all keys lie before their queries, which is most blocks of causal attention, the distance
-  // is linear: no absolute value, and the rows' part of it joins the factor.
-  template <int N>
-  __device__ __forceinline__ void scale_and_add_alibi(float (&s)[N], float factor,
-                                                      int first_key) const {
-    const int key = first_key + 2 * static_cast<int>(threadIdx.x % 4) - work_.shift;
-    const int last = work_.q_len - 1;
-    const float distance[2] = {static_cast<float>(min(position_[0], last) - key),
-                               static_cast<float>(min(position_[1], last) - key)};
-    const float slope = __ldg(params_.features.alibi_slopes.row(work_.batch) + work_.head) * kLog2e;
-    const auto column = [](int i) { return static_cast<float>(8 * (i / 4) + i % 2); };
-    if (__all_sync(kWholeWarp, fminf(distance[0], distance[1]) >= column(N - 1))) {
-      const float of_row[2] = {-slope * distance[0], -slope * distance[1]};
-#pragma unroll
-      for (int i = 0; i < N; ++i)
-        s[i] = fmaf(slope, column(i), fmaf(s[i], factor, of_row[i / 2 % 2]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i)
-        s[i] = fmaf(-slope, fabsf(distance[i / 2 % 2] - column(i)), s[i] * factor);
     }
   }
 
-  const PrefillParams& params_;
-  const ShapeScale& scale_;
-  const volatile TileWork& work_;
-  const int position_[2];
+  // Their exponentials, beside the references of the rows. Where all keys lie before their queries,
+  // which is most blocks of causal attention, ALiBi's distance is linear: no absolute value, and
+  // the rows' part of it joins the reference. The soft cap's last factor joins it too.
+  template <int N>
+  __device__ __forceinline__ float2 exponentials(float (&s)[N], const ShapeScale& scale,
+                                                 int first_key, float ref0, float ref1) const {
+    const int features = features_of(scale);
+    if (features == kAlibi) {
+      const float distance = distance_ - static_cast<float>(first_key);
+      if (__all_sync(kWholeWarp, distance >= column(N - 1))) {
+        const float of_row[2] = {fmaf(-slope_, distance, -ref0),
+                                 fmaf(-slope_, distance + 8.f, -ref1)};
+        return exponentials_of(s, [&](int i) {
+          return fmaf(s[i], scale.product, fmaf(slope_, column(i), of_row[i / 2 % 2]));
+        });
+      }
+    } else if (features == kSoftCap && all_squares_below(s, scale.short_series_limit)) {
+      return exponentials_of(s, [&](int i) {
+        const float factor = series_at(scale.short_series, s[i] * s[i]);
+        return fmaf(s[i], factor, i / 2 % 2 == 0 ? -ref0 : -ref1);
+      });
+    }
+    apply(s, scale, first_key);
+    return flashattn::exponentials<false>(s, ref0, ref1, 1.f);
+  }
+
+ private:
+  static __device__ constexpr float row(int i) { return static_cast<float>(8 * (i / 2 % 2)); }
+  static __device__ constexpr float column(int i) {
+    return static_cast<float>(8 * (i / 4) + i % 2);
+  }
+  static __device__ __forceinline__ int features_of(const ShapeScale& scale) {
+    int features = scale.features;
+    opaque(features);  // else what is known of it occupies predicates throughout the main loop
+    return features;
+  }
+
+  float slope_ = 0.f;     // in log2 units
+  float distance_ = 0.f;  // of the first row from this thread's first column of a block at key 0
+};
+
+// Those of the block that begins with a key, as PlainScores.
+struct ShapedScores {
+  const ScoreShape& shape;
+  const ShapeScale& scale;
+  int first_key;
+
+  template <int N>
+  __device__ __forceinline__ float2 exponentials(float (&s)[N], float ref0, float ref1) const {
+    return shape.exponentials(s, scale, first_key, ref0, ref1);
+  }
+  template <int N>
+  __device__ __forceinline__ void apply(float (&s)[N]) const {
+    shape.apply(s, scale, first_key);
+  }
 };
 
 }  // namespace flashattn

@@ -94,6 +94,30 @@ __device__ __forceinline__ float2 exponentials(float (&s)[N], float ref0, float 
   return {sum[0] + sum[1], sum[2] + sum[3]};
 }
 
+// The same where the exponents come from `exponent(i)`, of s[i].
+template <int N, class Exponent>
+__device__ __forceinline__ float2 exponentials_of(float (&s)[N], Exponent exponent) {
+  float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    s[i] = exp2_approx(exponent(i));
+    sum[i % 4] += s[i];
+  }
+  return {sum[0] + sum[1], sum[2] + sum[3]};
+}
+
+// Scores that are products times c.
+struct PlainScores {
+  float c;
+
+  template <int N>
+  __device__ __forceinline__ float2 exponentials(float (&s)[N], float ref0, float ref1) const {
+    return flashattn::exponentials<false>(s, ref0, ref1, c);
+  }
+  template <int N>
+  __device__ __forceinline__ void apply(float (&)[N]) const {}
+};
+
 // This thread's share of the row maxima.
 template <bool ByGroup, int N>
 __device__ __forceinline__ float2 partial_maximum(const float (&s)[N], int any_row = kUnlimited) {
@@ -193,14 +217,15 @@ __device__ __forceinline__ void raise_reference(float (&p)[N], OnlineRows& rows,
 // scores back and the warp takes the row maximum from here on: data that jumps like this once will
 // again, and recomputing is dear. Each outcome is the softmax with some finite reference. The
 // choice depends on the tile's own data alone, so results repeat bit by bit. A NaN needs no
-// detection: it is in the sum. MayWait: rows may have met no key before.
-template <class T, bool Convert, bool MayWait, int N, class RecomputeS>
+// detection: it is in the sum. MayWait: rows may have met no key before. `scores` makes scores, or
+// their exponentials, of the products in s; c is what the scores are multiplied by then.
+template <class T, bool Convert, bool MayWait, int N, class Scores, class RecomputeS>
 __device__ __forceinline__ void softmax_max_free(float (&s)[N], OnlineRows& rows, float c,
-                                                 uint32_t (&p_regs)[N / 2],
+                                                 uint32_t (&p_regs)[N / 2], const Scores& scores,
                                                  RecomputeS recompute_s) {
   constexpr float kSafeToSum = 0x1p120f;
   if (!rows.use_maximum && !(MayWait && rows.wait_for_key)) {
-    const float2 sum = exponentials<false>(s, rows.ref[0], rows.ref[1], c);
+    const float2 sum = scores.exponentials(s, rows.ref[0], rows.ref[1]);
     if constexpr (Convert) convert_p<T>(s, p_regs);
     const float larger = fmaxf(sum.x, sum.y);
     if (!__any_sync(kWholeWarp, !(larger < kLargeSum<T>))) {
@@ -217,6 +242,7 @@ __device__ __forceinline__ void softmax_max_free(float (&s)[N], OnlineRows& rows
     recompute_s(s);
     rows.use_maximum = true;
   }
+  scores.apply(s);
   softmax_with_maximum<MayWait>(s, rows, c);
   if constexpr (MayWait) note_rows_without_key(rows);
   if constexpr (Convert) convert_p<T>(s, p_regs);

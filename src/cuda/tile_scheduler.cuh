@@ -32,6 +32,7 @@ struct TileGrid {
   int warpgroup_positions;  // query positions of a warpgroup's rows
   uint64_t* counter;        // null: tile + gridDim.x follows tile
   uint64_t counter_tag;     // 40 bits, this launch's own
+  FastDivisor by_packed_heads;
 };
 
 // The block counter lies in memory that nobody initialised. A word counts for this launch once its
