@@ -102,9 +102,7 @@ def explain_on(gpu: dict | None, op, operands, options, gradient=False) -> Expla
     names = equation.params["names"]
     avals = [v.aval for v in equation.invars]
     size = call_options.sizes(names, avals)
-    unit = head_dim_unit(
-        a.dtype for x, a in zip(names, avals, strict=True) if call_options.axes(x)[-1] in "hv"
-    )
+    unit = head_dim_unit(dict(zip(names, avals, strict=True)), call_options)
     kernel, reason, details = cuda.explain(
         _PRIMITIVES[equation.primitive.name],
         {

@@ -223,19 +223,23 @@ def check_cuda(op, dtype, head_dims):
                        "cast to float16 or bfloat16, or use jax.nn.dot_product_attention")  # fmt: skip
 
 
-def head_dim_unit(dtypes):
-    """On CUDA rows are read 16 bytes at a time: the multiples that head dims must be of, for operands
-    of these dtypes."""
-    return 16 // min(jnp.dtype(x).itemsize for x in dtypes)
+def _ends_in_head_dim(name, options):
+    return options.axes(name)[-1] in "hv"
+
+
+def head_dim_unit(operands, options):
+    """What head dims must be multiples of on CUDA, where rows are read 16 bytes at a time."""
+    return 16 // min(
+        x.dtype.itemsize for name, x in operands.items() if _ends_in_head_dim(name, options)
+    )
 
 
 def pad_head_dims(operands, results, options):
     """Pads head dims to what CUDA needs, which copies."""
-    has_head_dim = {name for name in operands | results if options.axes(name)[-1] in "hv"}
-    unit = head_dim_unit(operands[name].dtype for name in has_head_dim & operands.keys())
+    unit = head_dim_unit(operands, options)
 
     def pad(name, x):
-        missing = -x.shape[-1] % unit if name in has_head_dim else 0
+        missing = -x.shape[-1] % unit if _ends_in_head_dim(name, options) else 0
         if not missing:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
