@@ -232,6 +232,40 @@ def feature_cases() -> list[Case]:
     return prefill + decode
 
 
+def counter_cases() -> list[Case]:
+    """Those of the tables whose kernels counters.py looks into."""
+    prefill = [
+        case
+        for case in prefill_cases()
+        if case.T in (512, 16384) and case.N == case.K and case.dtype == "bfloat16"
+    ]
+    features = ("softcap", "window", "mask")
+    featured = [
+        case
+        for case in feature_cases()
+        if case.benchmark == "prefill" and case.features and case.features[0][0] in features
+    ]
+    backward = [
+        case for case in backward_cases() if case.T == 8192 or (case.H == 128 and case.causal)
+    ]
+    shapes = ((1, 8192, 32, 8, 128), (32, 8192, 32, 8, 128), (1, 2048, 14, 2, 64))
+    return [*prefill, *featured, *backward, *(_decode(*shape) for shape in shapes)]
+
+
+def counter_group(case: Case) -> str:
+    """The cases of one run of ncu."""
+    return "features" if case.benchmark == "prefill" and case.features else case.benchmark
+
+
+def generic_counter_cases() -> list[Case]:
+    """Where the kernels for every GPU are looked into as well."""
+    return [
+        case
+        for case in counter_cases()
+        if case.benchmark == "prefill" and (case.H, case.T) == (64, 16384) and not case.features
+    ]
+
+
 def numerics_cases() -> list[Case]:
     """Error over length, up to a million tokens; nothing is timed."""
     lengths = (1024, 4096, 16384, 65536, 262144, 1048576)

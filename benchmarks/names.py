@@ -15,6 +15,18 @@ PEERS = {
     "t_flash2": "torch scaled_dot_product_attention, FlashAttention-2",
     "xla": "jax.nn.dot_product_attention, XLA",
 }
+# The units that counters.py compares: how busy each is, in percent of what it can do.
+UNITS = {
+    "tensor": "matrix units",
+    "xu": "exponentials",
+    "fma": "FMA",
+    "alu": "ALU",
+    "issue": "issue slots",
+    "shared": "shared memory",
+    "banks": "L1 data banks",
+    "l2": "L2",
+    "dram": "memory",
+}
 ON_REQUEST = ("tokamax_tuned", "flash_sm80")  # the former compiles a hundred kernels for each shape
 
 

@@ -44,6 +44,7 @@ TABLES = {
     "prefill roofline": ("prefill", tables.roofline),
     "backward roofline": ("backward", tables.roofline),
     "decode roofline": ("decode", tables.roofline),
+    "counters": ("counters", tables.counters),
     "cpu": ("cpu", tables.cpu),
 }
 # Made from benchmarks/results/build.json.
@@ -57,6 +58,7 @@ FIGURES_OF = {
     "decode": ("decode", plots.decode),
     "numerics": ("numerics", plots.errors),
 }
+PROGRAMS = {"counters": "counters.py"}  # run.py for all others
 SUMMARIES = ("prefill", "backward", "decode", "features")
 MARKED = re.compile(
     r"(?P<open><!-- (?P<kind>table|figure): (?P<name>[\w ]+?) -->\n).*?(?P<close><!-- end -->)",
@@ -112,7 +114,7 @@ class Report:
             lines += [tables.caption(result), "", *make(result), ""]
         if not lines and make is tables.naive:  # the bytes need no GPU
             lines = [*make({"rows": []}), ""]
-        return lines or [_missing(f"run.py {benchmark}")]
+        return lines or [_missing(_program(benchmark))]
 
     def _summary(self) -> list[str]:
         lines = []
@@ -132,7 +134,12 @@ class Report:
         for device, result in self._results(benchmark):
             path = os.path.relpath(FIGURES / f"{name}-{device}.svg", document.parent)
             lines.append(f"![{name} on {result['meta']['device']}]({path})")
-        return lines or [_missing(f"run.py {benchmark}")]
+        return lines or [_missing(_program(benchmark))]
+
+
+def _program(benchmark: str) -> str:
+    """What makes the file of results."""
+    return PROGRAMS.get(benchmark, f"run.py {benchmark}")
 
 
 def _missing(command: str) -> str:

@@ -14,12 +14,17 @@ class Results:
         self.benchmark = benchmark
         self.meta: dict = {"benchmark": benchmark}
         self.path: pathlib.Path | None = None
-        self._rows: dict[tuple[str, str, str], dict] = {}
+        self._rows: dict[tuple, dict] = {}
 
     def add(self, row: dict):
-        """A later row of the same case and implementation takes the place of the earlier one."""
-        self._rows[row["case"], row["operation"], row["impl"]] = row
+        """A later row of the same case and implementation (of counters: and kernel) takes the place of
+        the earlier one."""
+        self._rows[row["case"], row["operation"], row["impl"], row.get("kernel")] = row
         self.write()
+
+    @property
+    def rows(self) -> list[dict]:
+        return list(self._rows.values())
 
     def rows_of(self, case: str) -> list[dict]:
         return [row for (name, *_), row in self._rows.items() if name == case]
@@ -28,7 +33,7 @@ class Results:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rows = ",\n".join("  " + json.dumps(row) for row in self._rows.values())
+        rows = ",\n".join("  " + json.dumps(row) for row in self.rows)
         meta = json.dumps(self.meta, indent=1)
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text(f'{{"meta": {meta},\n"rows": [\n{rows}\n]}}\n')

@@ -74,7 +74,7 @@ class StreamReader:
         values = jax.jit(lambda: jax.random.normal(jax.random.key(0), (BUFFER_BYTES // 4,)))()
         self._buffer, self._sink = values, jnp.zeros(1)
         jax.block_until_ready((self._buffer, self._sink))
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self.driver = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._check("cuDeviceGet", ctypes.byref(device), 0)
         self._check("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
@@ -114,6 +114,6 @@ class StreamReader:
         )
 
     def _check(self, function: str, *arguments):
-        status = getattr(self._driver, function)(*arguments)
+        status = getattr(self.driver, function)(*arguments)
         if status:
             raise RuntimeError(f"{function} failed with CUDA error {status}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from cases import feature_cases
-from names import PEERS
+from names import PEERS, UNITS
 
 OURS = "flash"
 EXPONENTIALS_PER_CLOCK = 16  # of one multiprocessor
 SHARED_BYTES_PER_CLOCK = 128
+SHOWN_SHARE = 0.05  # of the time of a call that a kernel takes to have a line of its own
 
 
 def caption(result: dict) -> str:
@@ -20,10 +21,10 @@ def caption(result: dict) -> str:
             parts.append(f"{'CUDA' if name == 'cuda' else name} {meta[name]}")
     parts.append(f"{meta.get('date')}, commit {meta.get('commit')}")
     text = f"{'; '.join(parts)}."
-    if any(row.get("us") for row in rows):
+    if meta.get("timer") and any(row.get("us") for row in rows):
         spread = max(row.get("spread", 0) for row in rows)
         apart = f"; the quartiles of a row lie at most {100 * spread:.0f} % apart" if spread else ""
-        text += f" Medians, {meta.get('timer', '?')}{apart}."
+        text += f" Medians, {meta['timer']}{apart}."
     if ceilings := meta.get("ceilings"):
         text += (
             f" Ceilings of the same run: 8192 matrix product {ceilings['matmul_bf16_tflops']:.0f} "
@@ -150,6 +151,60 @@ def _shared_memory_bytes(row: dict, scores: float, size: float, build: dict | No
             if row["T"] <= tile["max_q_len"]:
                 return scores * 2 * row["H"] * (1 / 32 + 1 / tile["keys"] + 2 / tile["rows"])
     return None
+
+
+def counters(result: dict) -> list[str]:
+    """What ncu counted in each kernel, and which unit was busiest."""
+    shown = [row for row in result["rows"] if row.get("us") and row["share"] >= SHOWN_SHARE]
+    units = [unit for unit in UNITS if any(row.get(unit) is not None for row in shown)]
+    head = ["shape", "whose", "kernel", "us", "MHz", *(f"{UNITS[unit]}, %" for unit in units)]
+    head += ["memory, MB", "warps, %", "registers", "waits for"]
+    lines = [_line(head), _rule(len(head))]
+    for row in shown:
+        busiest = _busiest(row)
+        cells = [row["case"], row["impl"], row["kernel"], f"{row['us']:.1f}"]
+        cells.append(_whole(row.get("sm_mhz")))
+        for unit in units:
+            cells.append(f"**{row[unit]:.0f}**" if unit == busiest else _whole(row.get(unit)))
+        moved = [row.get(f"dram_{way}_bytes") for way in ("read", "write")]
+        cells.append("-" if None in moved else f"{sum(moved) / 1e6:.0f}")
+        cells += [_whole(row.get(name)) for name in ("warps", "registers")]
+        cells.append(", ".join(f"{name} {value:.1f}" for name, value in row["stalls"].items()))
+        lines.append(_line(cells))
+    if sentences := _busiest_units(shown):
+        lines += ["", " ".join(sentences)]
+    gaps = {f"{r['impl']}, {r['case']}: {r['reason']}" for r in result["rows"] if not r.get("us")}
+    if gaps:
+        lines += ["", *(f"Gap: {gap}.<br>" for gap in sorted(gaps))]
+    if missing := result["meta"].get("metrics_missing"):
+        lines += ["", f"This ncu has nothing for: {', '.join(missing)}."]
+    return lines
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _busiest(row: dict) -> str | None:
+    measured = {unit: row[unit] for unit in UNITS if row.get(unit) is not None}
+    return max(measured, key=measured.get, default=None)
+
+
+def _busiest_units(rows: list[dict]) -> list[str]:
+    """What the longest kernel of each call of ours is limited by, in words."""
+    longest: dict[tuple, dict] = {}
+    for row in rows:
+        if row["impl"] == OURS:
+            longest.setdefault((row["operation"], row["case"]), row)
+    found: dict[tuple, list[float]] = {}
+    for (operation, _), row in longest.items():
+        if unit := _busiest(row):
+            found.setdefault((operation, unit), []).append(row[unit])
+    return [
+        f"Ours, {operation}: {UNITS[unit]} busiest in the longest kernel of {len(busy)} "
+        f"{'shape' if len(busy) == 1 else 'shapes'}, {min(busy):.0f} to {max(busy):.0f} %."
+        for (operation, unit), busy in found.items()
+    ]
 
 
 def cpu(result: dict) -> list[str]:

@@ -63,7 +63,7 @@ class Worker:
         try:
             self.send("meta", meta={"ceilings": measure_ceilings(self.timer, self.floor)})
         except Exception as error:
-            self.send("meta", meta={"ceilings": {}, "ceilings_reason": _reason(error)})
+            self.send("meta", meta={"ceilings": {}, "ceilings_reason": failure_reason(error)})
 
     @property
     def floor(self):
@@ -87,7 +87,7 @@ class Worker:
         except Exception as error:
             self._stop_if_broken(error)
             for name in self.job.implementations:
-                self._gap(case, name, _reason(error))
+                self._gap(case, name, failure_reason(error))
             self.send("case done", case=case.name)
             return
         variants, calls, facts = {}, {}, {}
@@ -117,7 +117,7 @@ class Worker:
             yield
         except Exception as error:
             self._stop_if_broken(error)
-            self._gap(case, name, _reason(error))
+            self._gap(case, name, failure_reason(error))
 
     def _compile(self, case, variants):
         """All at once: it takes most of the time of a run, and none of it is measured. What fails
@@ -142,7 +142,7 @@ class Worker:
                     raise RuntimeError("CUPTI saw no kernel of it")
                 right[variant] = call
             except Exception as error:
-                reasons.append(_reason(error))
+                reasons.append(failure_reason(error))
         if not right:
             raise Refused(reasons[0])
         variant = self._fastest(right, cold) if self._times else next(iter(right))
@@ -170,7 +170,7 @@ class Worker:
             variant = self._fastest(floors, cold)
             calls["floor"], facts["floor"] = floors[variant], {"variant": variant}
         except Exception as error:
-            self._gap(case, "floor", _reason(error))
+            self._gap(case, "floor", failure_reason(error))
         self.send("timing", case=case.name)
         for name, measurement in self._measure(case, calls, cold).items():
             row = {"impl": name} | measurement.summary()
@@ -191,7 +191,7 @@ class Worker:
                 return self.timer.measure(calls, self.job.rounds, cold, announce)
             except Exception as error:
                 self._stop_if_broken(error)
-                self._gap(case, self._current, _reason(error))
+                self._gap(case, self._current, failure_reason(error))
                 del calls[self._current]
         return {}
 
@@ -202,7 +202,7 @@ class Worker:
         try:
             jnp.zeros(1).block_until_ready()
         except Exception:
-            self.send("fatal", reason=_reason(error))
+            self.send("fatal", reason=failure_reason(error))
             raise error from None
 
     def _step(self, case: Case, implementation: str):
@@ -217,7 +217,7 @@ def gap(case: Case, implementation: str, reason: str) -> dict:
     return case.describe() | {"impl": implementation, "us": None, "reason": reason}
 
 
-def _reason(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     """The first line of what an exception says, with its type where the text alone says little."""
     text = " ".join(str(error).split("\n", 1)[0].split())[:200]
     if type(error).__name__ == "Refused":

@@ -203,6 +203,88 @@ def test_blocks_per_sm(harness, registers, threads, shared, blocks):
     assert harness("build").blocks_per_sm(registers, threads, shared) == blocks
 
 
+KNOWN_METRICS = """Device NVIDIA H200 (GH100)
+------------------------------ ----------- ------- ----------------
+Metric Name                    Metric Type Unit    Metric Description
+dram__bytes                    Counter     byte    # of bytes
+gpu__time_duration             Counter     ns      duration
+lts__throughput                Throughput  %       L2
+sm__cycles_elapsed             Counter     cycle   # of cycles
+sm__inst_executed_pipe_xu      Counter     inst    # of instructions
+sm__pipe_tensor_cycles_active  Counter     cycle   # of cycles
+smsp__average_warps_issue_stalled_gmma_per_issue_active Ratio warp x
+smsp__average_warps_issue_stalled_wait_per_issue_active Ratio warp x
+"""
+# Stands in for Nsight Compute: takes the place of the process that it would watch, and profiles one
+# call of ours with two kernels and one of a peer.
+FAKE_NCU = """#!{python}
+import json, pathlib, sys
+if "--query-metrics" in sys.argv:
+    sys.exit(print({known!r}))
+after = dict(zip(sys.argv, sys.argv[1:]))
+job = json.loads(pathlib.Path(after["--child"]).read_text())
+assert "--clock-control none" in " ".join(sys.argv)
+assert after["--cache-control"] == ("all" if job["group"] == "decode" else "none")
+meta = {{"device": "Some GPU", "platform": "gpu", "commit": None}}
+said = [{{"meta": meta}}]
+said.append({{"case": job["cases"][0], "implementation": "fa3", "reason": "not today"}})
+for name in ("flash", "cudnn"):
+    said.append({{"case": job["cases"][0], "implementation": name, "begun": True}})
+pathlib.Path(job["log"]).write_text("".join(json.dumps(line) + chr(10) for line in said))
+metrics = after["--metrics"].split(",")
+rows = [["ID", "Kernel Name", "Block Size", "Grid Size", *metrics]]
+rows.append(["", "", "", "", *["%"] * len(metrics)])
+
+def kernel(name, ns):
+    values = {{"gpu__time_duration.sum": ns, "sm__cycles_elapsed.max": "1,980,000"}}
+    values["sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"] = "71.25"
+    values["smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio"] = "3.5"
+    values["launch__registers_per_thread"] = "168"
+    cells = [values.get(metric, "n/a") for metric in metrics]
+    rows.append([str(len(rows)), name, "(384, 1, 1)", "(132, 1, 1)", *cells])
+
+kernel("stream_read", "1,000")
+kernel("loop_broadcast_fusion", "10,000")
+kernel("void flashattn::prefill_sm90_kernel<__nv_bfloat16, flashattn::PrefillTile<9>>(int)", "990,000")
+kernel("stream_read", "1,000")
+kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_kernel0_0", "9")
+lines = [",".join(chr(34) + cell + chr(34) for cell in row) for row in rows]
+text = ["==PROF== Connected to process 1", "==WARNING== something", *lines]
+pathlib.Path(after["--log-file"]).write_text(chr(10).join(text))
+"""
+
+
+def test_counters_of_ncu_become_rows_and_a_table(harness, tmp_path, monkeypatch):
+    ncu = tmp_path / "ncu"
+    ncu.write_text(FAKE_NCU.format(python=sys.executable, known=KNOWN_METRICS))
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    case = "bf16 B1 T16384 N16 K16 H128 full"
+    out = tmp_path / "results" / "some-gpu"
+    done = run(BENCHMARKS / "counters.py", "--case", case, "--case", "B1 S8192", "--out", out)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((out / "counters.json").read_text())
+    assert "fma" in result["meta"]["metrics_missing"]
+    assert result["meta"]["metrics"]["l2"].startswith("lts__throughput")  # the second choice
+    assert "==WARNING== something" in result["meta"]["complaints"]
+    rows = [row for row in result["rows"] if row["case"] == case]
+    by_kernel = {(row["impl"], row.get("kernel")): row for row in rows}
+    ours = by_kernel["flash", "prefill_sm90"]
+    assert (ours["us"], ours["share"], ours["sm_mhz"], ours["tensor"]) == (990, 0.99, 2000, 71.25)
+    assert (ours["registers"], ours["xu"], ours["stalls"]) == (168, None, {"gmma": 3.5})
+    assert by_kernel["flash", "loop_broadcast_fusion"]["share"] == 0.01
+    assert by_kernel["cudnn", "cudnn_sdpa_sm90_flash_fprop"]["us"] == 0.009
+    assert by_kernel["fa3", None]["reason"] == "not today"
+    report = harness("report")
+    text = "<!-- table: counters -->\n<!-- end -->\n"
+    text = report.Report(tmp_path / "results").rewrite(text, report.ROOT / "README.md")
+    assert f"| {case} | flash | prefill_sm90 | 990.0 | 2000 | **71** | - |" in text
+    assert "loop_broadcast_fusion" not in text and "fa3, " + case + ": not today" in text
+    assert (
+        "Ours, prefill: matrix units busiest in the longest kernel of 1 shape, 71 to 71 %." in text
+    )
+
+
 def test_what_needs_no_gpu_is_reported_without_one(harness, tmp_path):
     report = harness("report").Report(tmp_path)
     text = "<!-- table: naive -->\n<!-- end -->\n<!-- table: build -->\n<!-- end -->\n"
