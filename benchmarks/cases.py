@@ -58,6 +58,16 @@ class Case:
         return [generator.randint(least, self.S) for _ in range(self.B)]
 
     @property
+    def value_dim(self) -> int:
+        """Head dim of the values; in decode they are then the first dimensions of the keys."""
+        return self.feature("value_dim", self.H)
+
+    @property
+    def layers(self) -> int:
+        """How many calls one after the other, each over its own cache, make one step."""
+        return self.feature("layers", 1)
+
+    @property
     def visible_pairs(self) -> float:
         """(query, key) pairs of all sequences, by head; causal counts as half, as usual."""
         window, segments = self.feature("window"), self.feature("segments")
@@ -73,7 +83,7 @@ class Case:
     @property
     def flops(self) -> float:
         """Two matrix products forward; the backward pass counts two and a half times as much."""
-        forward = 4 * self.N * self.H * self.visible_pairs
+        forward = 2 * self.N * (self.H + self.value_dim) * self.visible_pairs * self.layers
         return 3.5 * forward if self.benchmark == "backward" else forward
 
     @property
@@ -84,9 +94,11 @@ class Case:
     def bytes(self) -> int:
         """What must cross the memory bus: in decode the cache, else every operand and result."""
         if self.benchmark == "decode":
-            return self._visited_keys * self._key_bytes
-        query = self.B * self.T * self.N * self.H * ITEM_BYTES[self.dtype]
-        forward = 2 * query + self.cache_bytes
+            return self._visited_keys * self._key_bytes * self.layers
+        query_and_out = (
+            self.B * self.T * self.N * (self.H + self.value_dim) * ITEM_BYTES[self.dtype]
+        )
+        forward = query_and_out + self.cache_bytes
         if self.feature("bias"):
             forward += self.N * self.T * self.S * ITEM_BYTES[self.dtype]
         return 2 * forward if self.benchmark == "backward" else forward
@@ -106,7 +118,9 @@ class Case:
     @property
     def _key_bytes(self) -> int:
         """Of one key and its value, all heads."""
-        return 2 * self.K * self.H * ITEM_BYTES[self.feature("cache", self.dtype)]
+        inside = self.benchmark == "decode" and self.feature("value_dim")
+        dims = self.H if inside else self.H + self.value_dim
+        return self.K * dims * ITEM_BYTES[self.feature("cache", self.dtype)]
 
     def describe(self) -> dict:
         """The fields of a result row that say what was measured."""
@@ -153,12 +167,13 @@ def distribution_cases() -> list[Case]:
     ]
 
 
-def case_of_file(path: str) -> Case:
-    """The queries and keys that examples/train.py --dump-qk wrote: its layers are the batch."""
+def cases_of_file(path: str) -> list[Case]:
+    """The queries and keys that examples/train.py --dump-qk wrote, whose layers are the batch, and random
+    ones of the same shape."""
     with np.load(path) as file:
         (layers, length, heads, head_dim), kv_heads = file["query"].shape, file["key"].shape[2]
         plain = _prefill(layers, length, heads, kv_heads, head_dim, str(file["dtype"]))
-    return dataclasses.replace(plain, data=("file", path))
+    return [plain, dataclasses.replace(plain, data=("file", path))]
 
 
 def backward_cases() -> list[Case]:
@@ -200,6 +215,18 @@ def decode_variant_cases() -> list[Case]:
     )
 
 
+def decode_step_cases() -> list[Case]:
+    """The attention of a whole model for one token: 24 layers under one jit, with their own caches."""
+    shapes = (
+        (1, 2048, 14, 2, 64),
+        (8, 4096, 14, 2, 64),
+        (1, 1024, 32, 8, 128),
+        (1, 8192, 32, 8, 128),
+        (8, 1024, 32, 8, 128),
+    )
+    return [_decode(*shape, features=(("layers", 24),)) for shape in shapes]
+
+
 def feature_cases() -> list[Case]:
     """Each feature beside the plain call of the same shape, then what else decode promises."""
     plain = (2, 8192, 16, 16, 128)
@@ -212,9 +239,14 @@ def feature_cases() -> list[Case]:
         _prefill(*plain, features=(("mask", True),)),
         _prefill(*plain, features=(("lengths", "random"),)),
         _prefill(*plain, features=(("segments", 64),)),
+        _prefill(*plain, causal=False),
+        _prefill(*plain, causal=False, features=(("mask", True),)),  # of padding
         _prefill(1, 16384, 16, 16, 128),
         _prefill(1, 16384, 16, 16, 128, features=(("window", 1024),)),
     ]
+    # gpt-oss: a token sees itself and the 127 before it.
+    gpt_oss = (1, 8192, 64, 8, 64)
+    prefill += [_prefill(*gpt_oss), _prefill(*gpt_oss, features=(("window", 127), ("sinks", True)))]
     # GPT-2's shape beside the attention that writes its scores to memory.
     prefill += [_prefill(1, length, 12, 12, 64, "float16") for length in (1024, 2048, 4096, 8192)]
     llama = (32, 8192, 32, 8, 128)
@@ -229,6 +261,11 @@ def feature_cases() -> list[Case]:
             _decode(*shape, features=(("cache", "int8"),)),
             _decode(*shape, tokens=4),
         ]
+    # Multi-head latent attention as DeepSeek decodes it: one key, whose first part is the value. 66
+    # sequences are one for every two multiprocessors of an H200.
+    decode += [
+        _decode(batch, 8192, 128, 1, 576, features=(("value_dim", 512),)) for batch in (1, 32, 66)
+    ]
     return prefill + decode
 
 
@@ -268,7 +305,7 @@ def generic_counter_cases() -> list[Case]:
 
 def numerics_cases() -> list[Case]:
     """Error over length, up to a million tokens; nothing is timed."""
-    lengths = (1024, 4096, 16384, 65536, 262144, 1048576)
+    lengths = (1024, 4096, 16384, 131072, 1048576)
     return [
         _prefill(1, length, 1, 1, 128, dtype, causal=causal)
         for dtype in ("bfloat16", "float16")
@@ -304,6 +341,8 @@ def smoke_cases(benchmark: str) -> list[Case]:
     decode = [_decode(2, 256, 8, 2, 64), _decode(1, 128, 4, 4, 64, features=(("page", 16),))]
     if benchmark == "decode":
         return decode
+    if benchmark == "decode_steps":
+        return [_decode(2, 256, 8, 2, 64, features=(("layers", 3),))]
     if benchmark == "decode_variants":
         return [
             _decode(2, 256, 8, 2, 64, "float16"),
@@ -324,6 +363,7 @@ def smoke_cases(benchmark: str) -> list[Case]:
         caches = (("window", 64), ("cache", "float8_e4m3fn"), ("cache", "int8"))
         cases += [*decode, *(_decode(2, 256, 8, 2, 64, features=(cache,)) for cache in caches)]
         cases.append(_decode(2, 256, 8, 2, 64, tokens=4))
+        cases.append(_decode(2, 256, 8, 1, 96, features=(("value_dim", 64),)))
     if benchmark == "distributions":
         plain = _prefill(1, 384, 4, 2, 64)  # three blocks of keys
         return [dataclasses.replace(plain, data=data) for data in DISTRIBUTIONS]
@@ -338,6 +378,7 @@ CASES = {
     "backward": backward_cases,
     "decode": decode_cases,
     "decode_variants": decode_variant_cases,
+    "decode_steps": decode_step_cases,
     "features": feature_cases,
     "numerics": numerics_cases,
     "cpu": cpu_cases,

@@ -3,6 +3,7 @@ unless its `data` says otherwise."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -17,8 +18,9 @@ EIGHT_BIT_SCALE = {"float8_e4m3fn": 1 / 64, "int8": 1 / 32}
 
 class Inputs:
     """`operands(i)` is the i-th copy of (query, key, value), for backward with the cotangent of the
-    output behind them. What is small is shared by all copies: lengths, slopes, sinks, ...; `extra`
-    holds it under the names of the package's arguments.
+    output behind them; with several layers, key and value are tuples of arrays. Where the values are
+    inside the keys, value is None. What is small is shared by all copies: lengths, slopes, sinks, ...;
+    `extra` holds it under the names of the package's arguments.
     """
 
     def __init__(self, case: Case, cold: bool):
@@ -51,7 +53,13 @@ class Inputs:
 
 
 def _operands(case: Case, seed: int) -> tuple:
+    if case.layers > 1:
+        one = dataclasses.replace(case, features=())
+        layers = [_operands(one, seed * case.layers + i) for i in range(case.layers)]
+        (query, *_), (_, keys, values) = layers[0], zip(*layers, strict=True)
+        return query, keys, values
     shapes = [(case.B, case.T, case.N, case.H), *2 * [(case.B, case.S, case.K, case.H)]]
+    shapes[2] = (*shapes[2][:3], case.value_dim)
     if case.benchmark == "backward":
         shapes.append(shapes[0])
     keys = jax.random.split(jax.random.key(seed), len(shapes))
@@ -66,6 +74,8 @@ def _operands(case: Case, seed: int) -> tuple:
         key, value = (_paged(x, page_size) for x in (key, value))
     if case.feature("layout") == "BNTH":
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    if case.benchmark == "decode" and case.feature("value_dim"):
+        value = None
     return (query, key, value, *cotangent)
 
 
@@ -138,6 +148,8 @@ def _extra(case: Case) -> dict:
         elif name == "lengths" and case.benchmark != "decode":
             lengths = np.asarray(case.lengths, np.int32)
             extra["query_seq_lengths"] = extra["key_value_seq_lengths"] = lengths
+        elif name == "value_dim" and case.benchmark == "decode":
+            extra["value_dim"] = value
         elif name == "page":
             pages = case.B * case.S // value
             extra["page_table"] = page_order(pages).reshape(case.B, -1).astype(np.int32)

@@ -26,6 +26,8 @@ WORDS = {
     "page": "pages",
     "cache": "8-bit cache",
     "layout": "other layout",
+    "value_dim": "other head dim of the values",
+    "layers": "several layers",
 }
 SPLITS = (1, 2, 4, 8, 16, 32)
 PACKAGES = {
@@ -68,11 +70,22 @@ def _jax_function(inputs: Inputs, attend):
     def forward(operands, extra):
         return attend(*operands, **extra)
 
+    def step(operands, extra):
+        """The output of a layer is the query of the next."""
+        query, keys, values = operands
+        outs = []
+        for key, value in zip(keys, values, strict=True):
+            query = attend(query, key, value, **extra)
+            outs.append(query)
+        return outs[0], outs[-1]
+
     def backward(operands, extra):
         *primals, cotangent = operands
         out, pull = jax.vjp(lambda *operands: attend(*operands, **extra), *primals)
         return out, pull(cotangent)
 
+    if inputs.case.layers > 1:
+        return jax.jit(step)
     return jax.jit(backward if inputs.case.benchmark == "backward" else forward)
 
 
@@ -144,7 +157,7 @@ def xla(inputs: Inputs):
 
 
 def _jax_nn(inputs: Inputs, implementation: str):
-    _only(inputs, "window", "bias", "mask", "lengths")
+    _only(inputs, "window", "bias", "mask", "lengths", "layers")
     case, extra = inputs.case, dict(inputs.extra)
     options = {"implementation": implementation, "is_causal": case.causal}
     if case.benchmark == "decode":
@@ -200,7 +213,7 @@ def pallas(inputs: Inputs):
 
 def fa3(inputs: Inputs):
     case = inputs.case
-    _only(inputs, "window", "lengths", "page")
+    _only(inputs, "window", "lengths", "page", "layers")
     if case.H != 128:
         raise Refused("built for H 128 only")
     library = _flash_attn3()

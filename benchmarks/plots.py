@@ -66,6 +66,30 @@ def errors(result: dict, path: pathlib.Path):
     _save(figure, axes, path)
 
 
+def training(result: dict, path: pathlib.Path):
+    """The loss curves, and how far each is from the reference."""
+    runs, reference = result["runs"], result["reference"]
+    figure, axes = _panels(1, 2)
+    curves, differences = axes[0]
+    base = runs[reference]["losses"]
+    twin = {"losses": result["twin"]["losses"]}
+    for name, run in (runs | {f"{reference}, rounded anew": twin}).items():
+        style = {"color": COLORS.get(name, "lightgray"), "linewidth": 1}
+        label = "ours" if name == OURS else name
+        if name in runs:
+            curves.plot(run["losses"], label=label, **style)
+        if name != reference:
+            apart = [loss - other for loss, other in zip(run["losses"], base, strict=True)]
+            differences.plot(apart, label=label, **style)
+    curves.set(
+        xlabel="step", ylabel="loss, nats per byte", title=f"T {result['settings']['length']}"
+    )
+    differences.set(xlabel="step", ylabel=f"loss - loss of {reference}")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    _save(figure, axes, path)
+
+
 def _panels(rows: int, columns: int, size: float = 4):
     import matplotlib
 

@@ -15,6 +15,7 @@ are drawn anew without it and not compared.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import os
 import pathlib
 import re
@@ -27,14 +28,18 @@ from results import DIRECTORY, load
 ROOT = DIRECTORY.parent.parent
 FIGURES = ROOT / "docs" / "figures"
 
-# name: (file of results, what makes the lines)
+# name: (file of results, or the pattern of several; what makes the lines)
 TABLES = {
     "prefill": ("prefill", tables.throughput),
     "distributions": ("distributions", tables.throughput),
+    "model data": ("distributions_qk", tables.throughput),
     "backward": ("backward", tables.throughput),
+    "backward memory": ("backward", tables.memory),
     "decode": ("decode", tables.decode),
     "decode variants": ("decode_variants", tables.decode),
+    "decode steps": ("decode_steps", tables.steps),
     "features": ("features", tables.features),
+    "training": ("training_*", tables.training),
     "numerics": ("numerics", tables.errors),
     "cpu numerics": ("cpu_numerics", tables.errors),
     "prefill errors": ("prefill", tables.errors),
@@ -57,8 +62,14 @@ FIGURES_OF = {
     "prefill": ("prefill", plots.throughput),
     "decode": ("decode", plots.decode),
     "numerics": ("numerics", plots.errors),
+    "training": ("training_*", plots.training),
 }
-PROGRAMS = {"counters": "counters.py"}  # run.py for all others
+# What makes the file of results, where it is not run.py.
+PROGRAMS = {
+    "counters": "python benchmarks/counters.py",
+    "distributions_qk": "python benchmarks/run.py distributions --qk FILE",
+    "training_*": "python examples/train.py --length T --json benchmarks/results/DEVICE/training_T.json",
+}
 SUMMARIES = ("prefill", "backward", "decode", "features")
 MARKED = re.compile(
     r"(?P<open><!-- (?P<kind>table|figure): (?P<name>[\w ]+?) -->\n).*?(?P<close><!-- end -->)",
@@ -87,30 +98,34 @@ class Report:
 
     def figures(self):
         """(function, result, path) of every figure that there are results for."""
-        for name, (benchmark, draw) in FIGURES_OF.items():
-            for device, result in self._results(benchmark):
-                yield draw, result, FIGURES / f"{name}-{device}.svg"
+        for benchmark, draw in FIGURES_OF.values():
+            for device, file, result in self._results(benchmark):
+                yield draw, result, _figure_path(file, device)
 
-    def _results(self, benchmark: str) -> list[tuple[str, dict]]:
-        """GPUs before CPUs."""
+    def _results(self, benchmark: str) -> list[tuple[str, str, dict]]:
+        """(device, file, result), GPUs before CPUs."""
         found = [
-            (device, files[benchmark])
+            (device, file, result)
             for device, files in self.devices.items()
-            if benchmark in files
+            for file, result in files.items()
+            if fnmatch.fnmatch(file, benchmark)
         ]
-        return sorted(found, key=lambda pair: (pair[1]["meta"].get("platform") != "gpu", pair[0]))
+        # Files of one device by their names' numbers: training_4096 before training_16384.
+        return sorted(
+            found, key=lambda it: (it[2]["meta"].get("platform") != "gpu", it[0], len(it[1]), it[1])
+        )
 
     def _table(self, name: str, document: pathlib.Path) -> list[str]:
         if name == "summary":
             return self._summary()
         if name in BUILD_TABLES:
             lines = BUILD_TABLES[name](self.build) if self.build else []
-            return lines or [_missing("build.py")]
+            return lines or [_missing("python benchmarks/build.py")]
         if name not in TABLES:
             raise SystemExit(f"{document}: there is no table {name!r}, only {', '.join(TABLES)}")
         benchmark, make = TABLES[name]
         lines = []
-        for _, result in self._results(benchmark):
+        for _, _, result in self._results(benchmark):
             lines += [tables.caption(result), "", *make(result), ""]
         if not lines and make is tables.naive:  # the bytes need no GPU
             lines = [*make({"rows": []}), ""]
@@ -124,26 +139,29 @@ class Report:
             if rows:
                 name = next(result for result in found if result)["meta"]["device"]
                 lines += [f"{name}:", "", *tables.SUMMARY_HEAD, *rows, ""]
-        return lines or [_missing("run.py prefill")]
+        return lines or [_missing(_program("prefill"))]
 
     def _figure(self, name: str, document: pathlib.Path) -> list[str]:
         if name not in FIGURES_OF:
             raise SystemExit(f"{document}: there is no figure {name!r}")
         benchmark = FIGURES_OF[name][0]
         lines = []
-        for device, result in self._results(benchmark):
-            path = os.path.relpath(FIGURES / f"{name}-{device}.svg", document.parent)
+        for device, file, result in self._results(benchmark):
+            path = os.path.relpath(_figure_path(file, device), document.parent)
             lines.append(f"![{name} on {result['meta']['device']}]({path})")
         return lines or [_missing(_program(benchmark))]
 
 
+def _figure_path(file: str, device: str) -> pathlib.Path:
+    return FIGURES / f"{file.replace('_', '-')}-{device}.svg"
+
+
 def _program(benchmark: str) -> str:
-    """What makes the file of results."""
-    return PROGRAMS.get(benchmark, f"run.py {benchmark}")
+    return PROGRAMS.get(benchmark, f"python benchmarks/run.py {benchmark}")
 
 
 def _missing(command: str) -> str:
-    return f"No results yet: `python benchmarks/{command}`, then this report again."
+    return f"No results yet: `{command}`, then this report again."
 
 
 def documents() -> list[pathlib.Path]:

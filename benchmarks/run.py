@@ -2,7 +2,8 @@
 
     python benchmarks/run.py BENCHMARK [options]
 
-BENCHMARK: prefill, distributions, backward, decode, decode_variants, features, numerics, cpu or cpu_numerics.
+BENCHMARK: prefill, distributions, backward, decode, decode_variants, decode_steps, features, numerics, cpu
+or cpu_numerics.
 Every result is checked against float64 before it is timed. A complete run goes to
 benchmarks/results/<device>/<benchmark>.json, from which report.py makes tables and plots; a part of
 one (--case, --peers, --smoke) to build/benchmarks/<device>/. Ctrl-C keeps what is done.
@@ -43,7 +44,10 @@ def parse(arguments=None) -> argparse.Namespace:
     )
     parser.add_argument("--case", action="append", metavar="SUBSTRING", help="may be repeated")
     parser.add_argument(
-        "--qk", metavar="FILE", help="measure the q and k that examples/train.py dumped instead"
+        "--qk",
+        metavar="FILE",
+        help="of distributions: measure the q and k that examples/train.py dumped, to "
+        "distributions_qk.json",
     )
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each (15)")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the JSON file goes")
@@ -57,10 +61,12 @@ def parse(arguments=None) -> argparse.Namespace:
 
 
 def make_job(options: argparse.Namespace) -> worker.Job:
+    if options.qk and options.benchmark != "distributions":
+        sys.exit("--qk goes with distributions")
     make = cases.CASES[options.benchmark]
     chosen = cases.smoke_cases(options.benchmark) if options.smoke else make()
     if options.qk:
-        chosen = [cases.case_of_file(options.qk)]
+        chosen = cases.cases_of_file(options.qk)
     if options.case:
         chosen = [case for case in chosen if any(part in case.name for part in options.case)]
     if not chosen:
@@ -80,7 +86,7 @@ def make_job(options: argparse.Namespace) -> worker.Job:
 def out_directory(options: argparse.Namespace, device: str) -> pathlib.Path:
     if options.out:
         return options.out
-    partial = options.case or options.smoke or options.qk or options.peers not in ("default", "all")
+    partial = options.case or options.smoke or options.peers not in ("default", "all")
     return (PARTIAL if partial else DIRECTORY) / environment.slug(device)
 
 
@@ -88,7 +94,7 @@ class Recorder:
     """Takes the events of a run into the file of results and onto the screen."""
 
     def __init__(self, options: argparse.Namespace, job: worker.Job, sampler):
-        self.results = Results(options.benchmark)
+        self.results = Results(options.benchmark + ("_qk" if options.qk else ""))
         self._options, self._sampler = options, sampler
         self._bar = progress(len(job.cases))
 

@@ -14,12 +14,13 @@ SHOWN_SHARE = 0.05  # of the time of a call that a kernel takes to have a line o
 
 
 def caption(result: dict) -> str:
-    meta, rows = result["meta"], result["rows"]
+    meta, rows = result["meta"], result.get("rows", [])
     parts = [meta.get("device", "?")]
     for name in ("driver", "cuda", "jax"):
         if meta.get(name):
             parts.append(f"{'CUDA' if name == 'cuda' else name} {meta[name]}")
-    parts.append(f"{meta.get('date')}, commit {meta.get('commit')}")
+    commit = f", commit {meta['commit']}" if meta.get("commit") else ""
+    parts.append(f"{meta.get('date')}{commit}")
     text = f"{'; '.join(parts)}."
     if meta.get("timer") and any(row.get("us") for row in rows):
         spread = max(row.get("spread", 0) for row in rows)
@@ -58,6 +59,63 @@ def features(result: dict) -> list[str]:
         extra=("over plain",),
         extra_cells=lambda rows: [_over_plain(rows, result)],
     )
+
+
+def steps(result: dict) -> list[str]:
+    """The wall clock of the host beside the time of the kernels."""
+    names = _present(result, [OURS, *PEERS])
+    head = ["shape", *(f"{name}, {what}" for name in names for what in ("host us", "kernels us"))]
+    head += ["launches of ours", "best peer / ours, host"]
+    lines = [_line(head), _rule(len(head))]
+    notes: dict[str, int] = {}
+    for case, rows in _by_case(result).items():
+        cells = [case]
+        for name in names:
+            row = rows.get(name, {"reason": "not measured"})
+            if row.get("us"):
+                cells += [f"{row['host_us']:.0f}", f"{row['us']:.0f}"]
+            else:
+                note = notes.setdefault(f"{name}: {row['reason']}", len(notes) + 1)
+                cells += [f"-<sup>{note}</sup>"] * 2
+        ours = rows.get(OURS, {})
+        others = [row["host_us"] for name, row in rows.items() if _is_peer(name, row)]
+        cells.append(str(sum(ours.get("kernels", {}).values()) or "-"))
+        cells.append(f"{min(others) / ours['host_us']:.2f}" if others and ours.get("us") else "-")
+        lines.append(_line(cells))
+    return lines + _footnotes(notes)
+
+
+def memory(result: dict) -> list[str]:
+    """What a call allocates beside its operands, MiB."""
+    known = [row for row in result["rows"] if row.get("memory_bytes")]
+    if not known:
+        return ["These results do not hold it: `run.py` records it since."]
+    names = [n for n in (OURS, *PEERS) if any(row["impl"] == n for row in known)]
+    lines = [_line(["shape", *names]), _rule(len(names) + 1)]
+    for case, rows in _by_case(result).items():
+        sizes = [rows.get(name, {}).get("memory_bytes") for name in names]
+        lines.append(_line([case, *(f"{size / 2**20:.0f}" if size else "-" for size in sizes)]))
+    return lines
+
+
+def training(result: dict) -> list[str]:
+    """What examples/train.py measured: speed, memory, and how far apart the loss curves are."""
+    settings, runs, reference = result["settings"], result["runs"], result["reference"]
+    head = ["attention", "tokens/s", "temporary, GiB", "last loss", f"distance from {reference}"]
+    lines = [
+        f"T {settings['length']}, batch {settings['batch']}, {settings['layers']} layers, "
+        f"{settings['heads']} heads of {settings['head_dim']}, {settings['steps']} steps. Allowed "
+        f"distance: {result['allowed']:.1e}.",
+        "",
+        _line(head),
+        _rule(len(head)),
+    ]
+    for name, run in runs.items():
+        cells = [f"{run['tokens_per_second']:,.0f}", f"{run['temporary_bytes'] / 2**30:.2f}"]
+        last = run["losses"][-max(1, len(run["losses"]) // 16) :]
+        cells += [f"{sum(last) / len(last):.4f}", f"{run['distance']:.1e}"]
+        lines.append(_line([name, *cells]))
+    return lines
 
 
 def summary(result: dict) -> list[str]:
@@ -318,9 +376,13 @@ def _comparison(result, field, show, extra=(), extra_cells=lambda rows: []) -> l
         ends = [f"{ratio:.2f}" if ratio else "-"]
         lines.append(_line([case, *cells, *extra_cells(rows), *ends]))
     lines += ["", " ".join(_conclusions(result))]
-    if notes:
-        lines += ["", *(f"<sup>{number}</sup> {text}<br>" for text, number in notes.items())]
-    return lines
+    return lines + _footnotes(notes)
+
+
+def _footnotes(notes: dict[str, int]) -> list[str]:
+    if not notes:
+        return []
+    return ["", *(f"<sup>{number}</sup> {text}<br>" for text, number in notes.items())]
 
 
 def _conclusions(result: dict) -> list[str]:
@@ -375,10 +437,13 @@ def _is_contender(row: dict) -> bool:
     return bool(row.get("us")) and row["impl"] != "floor"
 
 
+def _is_peer(name: str, row: dict) -> bool:
+    return _is_contender(row) and name not in (OURS, "flash_sm80")
+
+
 def _ratio(rows: dict) -> float | None:
     ours = rows.get(OURS, {}).get("us")
-    own = (OURS, "flash_sm80")
-    peers = [row["us"] for name, row in rows.items() if _is_contender(row) and name not in own]
+    peers = [row["us"] for name, row in rows.items() if _is_peer(name, row)]
     return min(peers) / ours if ours and peers else None
 
 

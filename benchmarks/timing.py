@@ -22,7 +22,8 @@ from inputs import COLD_BYTES
 @dataclasses.dataclass(frozen=True)
 class Call:
     """`start(i)` launches the call on the i-th copy of the inputs, `wait` waits for its end;
-    `compile()` does ahead, from any thread, what the first start would have to."""
+    `compile()` does ahead, from any thread, what the first start would have to, and returns what it
+    compiled if that is XLA's."""
 
     start: Callable
     wait: Callable = jax.block_until_ready

@@ -68,9 +68,10 @@ def _forward_part(inputs: Inputs, batch: int, head: int) -> Part:
     case = inputs.case
     # Only within the query's length: what lies behind it is nobody's promise but ours.
     rows = _sample_rows(min(case.T, case.lengths[batch]))
-    query, key, value = _one_head(
-        case, inputs.operands(0)[:3], _quantisation(inputs), batch, head, rows
-    )
+    operands = inputs.operands(0)[:3]
+    if case.layers > 1:  # the first is looked at; the queries of the others depend on it
+        operands = (operands[0], operands[1][0], operands[2][0])
+    query, key, value = _one_head(case, operands, _quantisation(inputs), batch, head, rows)
     visible, bias = _visible_and_bias(inputs, batch, head, rows)
     sink = inputs.extra["sinks"][head] if "sinks" in inputs.extra else -math.inf
     features = {"softcap": case.feature("softcap"), "scale": case.H**-0.5}
@@ -81,6 +82,7 @@ def _forward_part(inputs: Inputs, batch: int, head: int) -> Part:
     )
 
     def pick(out):
+        out = out[0] if case.layers > 1 else out
         return to_numpy(_rows_of_head(case, out, batch, head, rows))
 
     return Part(pick, truth, to_numpy(narrow), case.dtype)
@@ -121,6 +123,8 @@ def _quantisation(inputs: Inputs) -> dict:
 def _one_head(case, operands, extra, batch, head, rows):
     """Query (rows, H), key and value (S, H), unpaged and dequantised, in the case's dtype."""
     query, key, value = operands
+    if value is None:
+        value = key[..., : case.value_dim]
     kv_head = head * case.K // case.N
     query = _rows_of_head(case, query, batch, head, rows)
     if case.feature("page"):

@@ -97,10 +97,11 @@ class Worker:
                 continue
             with self._gap_on_failure(case, name):
                 variants[name] = peers.variants(name, inputs)
-        self._compile(case, variants)
+        memory = self._compile(case, variants)
         for name in variants:
             with self._gap_on_failure(case, name):
                 calls[name], facts[name] = self._choose(name, variants[name], truth, cold)
+                facts[name] |= memory.get((name, facts[name].get("variant", "")), {})
         if self._times:
             self._time(case, calls, facts, cold)
         else:
@@ -119,16 +120,24 @@ class Worker:
             self._stop_if_broken(error)
             self._gap(case, name, failure_reason(error))
 
-    def _compile(self, case, variants):
+    def _compile(self, case, variants) -> dict:
         """All at once: it takes most of the time of a run, and none of it is measured. What fails
-        here fails again, and is told, when it is called."""
+        here fails again, and is told, when it is called. Returns what is known of memory."""
+        memory = {}
         if (case.name, COMPILATION) in self.job.skip:
-            return
+            return memory
         self._step(case, COMPILATION)
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            calls = [call for named in variants.values() for call in named.values()]
-            for _ in concurrent.futures.as_completed(pool.submit(call.compile) for call in calls):
+            running = {
+                pool.submit(call.compile): (name, variant)
+                for name, named in variants.items()
+                for variant, call in named.items()
+            }
+            for done in concurrent.futures.as_completed(running):
                 self._step(case, COMPILATION)
+                if not done.exception() and done.result() is not None:
+                    memory[running[done]] = _memory(done.result())
+        return memory
 
     def _choose(self, name, variants, truth, cold):
         """The fastest variant of an implementation among those that give the right result."""
@@ -225,6 +234,14 @@ def failure_reason(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"not installed: {error.name}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _memory(compiled) -> dict:
+    """What a call allocates beside its operands, as XLA has planned it."""
+    plan = compiled.memory_analysis()
+    if plan is None:
+        return {}
+    return {"memory_bytes": plan.temp_size_in_bytes + plan.output_size_in_bytes}
 
 
 def _free_memory():

@@ -10,6 +10,7 @@ implementation's is more than LIMIT times as much, the program ends with an erro
 """
 
 import argparse
+import datetime
 import functools
 import json
 import pathlib
@@ -62,6 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="the curves and rates")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="the curves as a figure")
+    parser.add_argument("--commit", help="what was built, for the file")
     parser.add_argument(
         "--dump-qk", type=pathlib.Path, metavar="FILE", help="q and k on held-out text, as .npz"
     )
@@ -220,8 +222,10 @@ def main():
         )
     if options.json:
         settings = {name: x for name, x in vars(options).items() if not isinstance(x, pathlib.Path)}
-        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        result = about | {"settings": settings, "reference": reference, "allowed": allowed}
+        device = jax.devices()[0]
+        meta = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
+        meta |= {"date": datetime.date.today().isoformat(), "commit": options.commit}
+        result = {"meta": meta, "settings": settings, "reference": reference, "allowed": allowed}
         result |= {"runs": runs, "twin": twin}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
