@@ -284,6 +284,8 @@ def measure(ncu: str, metrics: dict, job: dict, stop: float) -> tuple[list[dict]
         text = table.read_text(errors="replace") if table.exists() else ""
         said = [json.loads(line) for line in log.read_text().splitlines()]
     kernels, complaints = read_table(text)
+    if not kernels:
+        complaints += text.splitlines()[-2:]
     if ended:
         complaints.append(f"{job['group']}: {ended}")
     meta = next((line["meta"] for line in said if "meta" in line), {})
@@ -299,9 +301,11 @@ def _run(command: list[str], variables: dict, stop: float) -> str | None:
     try:
         _, errors = process.communicate(timeout=max(1, stop - time.time()))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         return "stopped: no time left"
+    finally:  # when this program is stopped, too: ncu and what it watches would go on
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     if process.returncode:
         last = (errors.strip().splitlines() or [""])[-1][:200]
         return f"ended with {process.returncode}: {last}"
@@ -330,6 +334,7 @@ def main():
     options = parse()
     if options.child:
         return child(json.loads(options.child.read_text()))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     ncu, end = find_ncu(), time.time() + options.seconds
     query = subprocess.run([ncu, "--query-metrics"], capture_output=True, text=True, timeout=60)
     metrics, missing = choose_metrics(query.stdout)

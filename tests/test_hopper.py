@@ -4,6 +4,8 @@ and the features of the Hopper forward at the edges of its tiles.
 They run on a Hopper GPU only.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -223,6 +225,66 @@ def test_many_tiles_of_few_blocks(platform, head_dim, causal, ragged):
         true_out, true_lse = truth.attention(**one, **case.options())
         check(out_of_one, true_out, xla_prefill(case_of_one, one))
         check_lse(lse_of_one, true_lse)
+
+
+# ---- The same bits in 50 runs, at lengths where blocks of one call finish in any order.
+
+
+def same_in_fifty_runs(call):
+    """The comparison is the device's: what differs from the first run is counted there."""
+    first = call()
+    differ = jax.jit(
+        lambda a, b: sum(
+            (
+                jax.lax.bitcast_convert_type(x, word(x)) != jax.lax.bitcast_convert_type(y, word(y))
+            ).sum()
+            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        )
+    )
+    assert [int(differ(first, call())) for _ in range(49)] == [0] * 49
+
+
+def word(x):
+    return {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+
+
+def random_arrays(*shapes):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
+
+
+@on_gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("spread", [1, 64])  # with 64, blocks switch to the running maximum
+def test_prefill_repeats_in_fifty_runs(platform, head_dim, causal, spread):
+    q, k, v = random_arrays(*3 * [(2, 4096, 2048 // head_dim, head_dim)])
+    attend = jax.jit(
+        lambda q: jax_flashattn.prefill(q * spread, k, v, causal=causal, return_lse=True)
+    )
+    same_in_fifty_runs(lambda: attend(q))
+
+
+@on_gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients_repeat_in_fifty_runs(platform, head_dim):
+    q, k, v, dout = random_arrays(*4 * [(1, 4096, 512 // head_dim, head_dim)])
+
+    def gradients(q, k, v):
+        attend = functools.partial(jax_flashattn.prefill, deterministic=True)
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    gradients = jax.jit(gradients)
+    same_in_fifty_runs(lambda: gradients(q, k, v))
+
+
+@on_gpu
+@pytest.mark.parametrize("batch, length, kv_heads", [(1, 131072, 8), (3, 8192, 2), (64, 1024, 8)])
+def test_decode_repeats_in_fifty_runs(platform, batch, length, kv_heads):
+    q, k, v = random_arrays((batch, 1, 32, 128), *2 * [(batch, length, kv_heads, 128)])
+    lengths = jnp.asarray([length - 7 * i for i in range(batch)], jnp.int32)
+    attend = jax.jit(lambda q: jax_flashattn.decode(q, k, v, lengths, return_lse=True))
+    same_in_fifty_runs(lambda: attend(q))
 
 
 # ---- The kernels for every GPU, on this one too. `pytest -m gpu --architecture 80` runs all tests so.
