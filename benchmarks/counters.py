@@ -55,7 +55,6 @@ METRICS = {
     "warps": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "registers": ("launch__registers_per_thread",),
 }
-STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active(\.ratio)?")
 STALLS = (  # of which there are columns if ncu knows them
     "barrier branch_resolve dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard "
     "math_pipe_throttle membar mio_throttle no_instruction short_scoreboard sleeping wait"
@@ -104,6 +103,8 @@ def choose_metrics(known: str) -> tuple[dict[str, str], list[str]]:
         name = f"smsp__average_warps_issue_stalled_{stall}_per_issue_active"
         if name in listed:
             chosen[f"stall {stall}"] = f"{name}.ratio"
+    if not any(field.startswith("stall ") for field in chosen):
+        missing.append("stalls")
     return chosen, missing
 
 

@@ -164,7 +164,20 @@ def _jax_nn(inputs: Inputs, implementation: str):
         return _jax_nn_decode(inputs, implementation)
     if "local_window_size" in extra:
         options["local_window_size"] = extra.pop("local_window_size")
-    return _jax_call(inputs, functools.partial(jax.nn.dot_product_attention, **options), **extra)
+    attend = functools.partial(jax.nn.dot_product_attention, **options)
+    if implementation == "cudnn" and "mask" in extra:
+        return _jax_call(inputs, _with_whole_mask(case, attend), **extra)
+    return _jax_call(inputs, attend, **extra)
+
+
+def _with_whole_mask(case, attend):
+    """cuDNN takes no mask that is one row for all queries: the call spells it out."""
+
+    def spelled_out(query, key, value, mask):
+        whole = jnp.broadcast_to(mask, (case.B, 1, case.T, case.S))
+        return attend(query, key, value, mask=whole)
+
+    return spelled_out
 
 
 def _jax_nn_decode(inputs: Inputs, implementation: str):

@@ -136,6 +136,38 @@ def test_report_is_repeatable(harness, tmp_path):
     assert "geometric mean **2.000**" in once and "fa3: not today" in once and "old" not in once
 
 
+def test_steps_of_several_layers_and_training_are_reported(harness, tmp_path):
+    done = run(
+        *(BENCHMARKS / "run.py", "decode_steps", "--smoke", "--rounds", 2),
+        *("--peers", "xla", "--out", tmp_path / "some-device"),
+    )
+    assert done.returncode == 0, done.stderr
+    runs = {
+        name: {"tokens_per_second": rate, "temporary_bytes": 1 << 30, "losses": [3.0, 2.0, 1.5]}
+        | {"distance": 0.0}
+        for name, rate in (("flash", 2000.0), ("cudnn", 1000.0))
+    }
+    settings = {"length": 4096, "batch": 4, "layers": 8, "heads": 16, "head_dim": 64, "steps": 3}
+    training = {"settings": settings, "reference": "cudnn", "allowed": 1e-3, "runs": runs}
+    training |= {"meta": {"device": "Some GPU", "platform": "gpu"}, "twin": runs["cudnn"]}
+    for length in (16384, 4096):
+        path = tmp_path / "some-device" / f"training_{length}.json"
+        path.write_text(json.dumps(training | {"settings": settings | {"length": length}}))
+    report = harness("report")
+    names = ("table: decode steps", "table: training", "figure: training")
+    text = "".join(f"<!-- {name} -->\n<!-- end -->\n" for name in names)
+    report = report.Report(tmp_path)
+    text = report.rewrite(text, harness("report").ROOT / "docs" / "x.md")
+    assert "| bf16 B2 S256 N8 K2 H64 layers=3 |" in text
+    assert "| flash | 2,000 | 1.00 | 1.5000 | 0.0e+00 |" in text
+    assert text.index("T 4096") < text.index("T 16384")
+    assert "(figures/training-4096-some-device.svg)" in text
+    pytest.importorskip("matplotlib")
+    for draw, result, path in report.figures():
+        draw(result, tmp_path / path.name)
+    assert "<svg" in (tmp_path / "training-16384-some-device.svg").read_text()
+
+
 USAGE = """
 arch = sm_80
  Function _ZN1aE:
