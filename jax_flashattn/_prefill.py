@@ -368,8 +368,9 @@ def _emit_backward(platform, operands, results, options):
         return list(_ffi.call("backward", operands, results, **attributes).values())
     check_cuda("backward", operands["query"].dtype, (size["h"], size["v"]))
     padded, results_padded = pad_head_dims(operands, results, options)
+    widest = max(padded[name].shape[-1] for name in ("query", "value"))
     floats = _ffi.cuda().backward_workspace(
-        size["b"], size["t"], size["s"], size["n"], size["k"], padded["query"].shape[-1]
+        size["b"], size["t"], size["s"], size["n"], size["k"], widest
     )
     workspace = {"workspace": jax.ShapeDtypeStruct((floats,), jnp.float32)}
     outs = _ffi.call("backward", padded, results_padded | workspace, **attributes)

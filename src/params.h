@@ -70,6 +70,8 @@ struct Problem {
   DType dtype;
 
   constexpr int group() const { return q_heads / kv_heads; }
+  // What a kernel has to be compiled for.
+  constexpr int widest_dim() const { return head_dim > value_dim ? head_dim : value_dim; }
 };
 
 // Query i sees key j iff i + shift - window_left <= j <= i + shift + window_right, both lengths

@@ -323,3 +323,20 @@ def test_generic_decode(platform, generic_kernels, head_dim, num_splits):
         num_splits=num_splits,
     )  # fmt: skip
     check_decode(platform, case)
+
+
+# ---- Keys and values of different head dims: the tiles are those of the wider one.
+
+
+@on_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(192, 128), (128, 64), (64, 128), (40, 72), (256, 64)], ids=str)
+def test_value_dims(platform, dims, causal):
+    case = Case(
+        q_len=150, kv_len=270, q_heads=4, kv_heads=2, head_dim=dims[0], value_dim=dims[1],
+        causal=causal, dtype="bfloat16",
+    )  # fmt: skip
+    check_sm90(platform, case)
+    check_sm90(platform, case.replace(sinks=True, kv_lengths=(270, 33)))
+    check_gradients(platform, case)
+    check_gradients(platform, case.replace(q_lengths=(150, 7), kv_lengths=(270, 33)))

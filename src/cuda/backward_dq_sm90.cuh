@@ -377,18 +377,18 @@ Status launch_backward_dq_sm90(const BackwardParams& params, const Device& devic
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
   BackwardDqMaps maps;
-  const auto queries = [&](CUtensorMap* map, const Strided& x, int box_rows) {
-    return encode_backward_map(map, x, problem, problem.q_len, problem.q_heads, box_rows);
+  const auto queries = [&](CUtensorMap* map, const Strided& x, int dim, int box_rows) {
+    return encode_backward_map(map, x, dim, problem, problem.q_len, problem.q_heads, box_rows);
   };
-  const auto keys = [&](CUtensorMap* map, const Strided& x) {
-    return encode_backward_map(map, x, problem, problem.kv_len, problem.kv_heads, L::kKeys);
+  const auto keys = [&](CUtensorMap* map, const Strided& x, int dim) {
+    return encode_backward_map(map, x, dim, problem, problem.kv_len, problem.kv_heads, L::kKeys);
   };
-  if (Status s = queries(&maps.q, forward.q, L::kRows); !s.ok()) return s;
-  if (Status s = queries(&maps.dout, params.dout, L::kRows); !s.ok()) return s;
-  if (Status s = queries(&maps.dq, params.dq, 64); !s.ok())
+  if (Status s = queries(&maps.q, forward.q, problem.head_dim, L::kRows); !s.ok()) return s;
+  if (Status s = queries(&maps.dout, params.dout, problem.value_dim, L::kRows); !s.ok()) return s;
+  if (Status s = queries(&maps.dq, params.dq, problem.head_dim, 64); !s.ok())
     return s;  // a warpgroup stores its half
-  if (Status s = keys(&maps.k, forward.k); !s.ok()) return s;
-  if (Status s = keys(&maps.v, forward.v); !s.ok()) return s;
+  if (Status s = keys(&maps.k, forward.k, problem.head_dim); !s.ok()) return s;
+  if (Status s = keys(&maps.v, forward.v, problem.value_dim); !s.ok()) return s;
 
   const float scale = static_cast<float>(forward.scores.scale);
   BackwardDqGrid grid{(problem.q_len + L::kRows - 1) / L::kRows,

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kPassThreads)
 
   const RowRange valid = rows_with_keys(forward, block.b);
   const int lane = threadIdx.x % kLanes;
-  const bool has_columns = lane * 8 < forward.problem.head_dim;
+  const bool has_columns = lane * 8 < forward.problem.value_dim;
   const T* out = static_cast<const T*>(forward.o.data);
   const T* dout = static_cast<const T*>(params.dout.data);
 #pragma unroll

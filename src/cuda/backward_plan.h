@@ -96,7 +96,7 @@ struct BackwardLead {
 };
 constexpr BackwardLead backward_lead_sm90(const Problem& problem, bool causal) {
   const int blocks = (problem.kv_len + 127) / 128, in_flight = 150;
-  const int section = backward_section_sm90(causal, backward_head_dim_sm90(problem.head_dim));
+  const int section = backward_section_sm90(causal, backward_head_dim_sm90(problem.widest_dim()));
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const int wave = (in_flight + blocks - 1) / blocks;
   return {min_int(heads, max_int(2 * section, 2 * wave)), min_int(heads, max_int(section, wave))};
@@ -110,9 +110,9 @@ constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127
 constexpr int64_t backward_workspace(const Problem& problem, bool deterministic) {
   const int64_t rows =
       int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
-  const bool accumulates = backward_accumulates_dq(problem.head_dim, deterministic);
+  const bool accumulates = backward_accumulates_dq(problem.widest_dim(), deterministic);
   if (!accumulates) return rows * 2;
-  return rows * (2 + backward_head_dim_sm90(problem.head_dim)) +
+  return rows * (2 + backward_head_dim_sm90(problem.widest_dim())) +
          2 * int64_t{problem.batch} * problem.kv_heads;
 }
 
@@ -134,7 +134,7 @@ struct BackwardWorkspace {
     const int64_t rows = int64_t{problem.batch} * problem.q_heads * padded_rows;
     delta = lse2 + rows;
     dq = delta + rows;
-    zeroed = dq + rows * backward_head_dim_sm90(problem.head_dim);
+    zeroed = dq + rows * backward_head_dim_sm90(problem.widest_dim());
     added = zeroed + int64_t{problem.batch} * problem.kv_heads;
   }
 };
@@ -156,10 +156,9 @@ inline bool backward_sm90_supports(const BackwardParams& params, const char** re
     return refuse("the Hopper backward takes float16 and bfloat16");
   if (problem.batch == 0 || problem.q_len == 0 || problem.kv_len == 0)
     return refuse("the Hopper backward takes at least one query and one key");
-  if (problem.head_dim % 8 != 0 || backward_head_dim_sm90(problem.head_dim) == 0)
+  if (problem.head_dim % 8 != 0 || problem.value_dim % 8 != 0 ||
+      backward_head_dim_sm90(problem.widest_dim()) == 0)
     return refuse("the Hopper backward takes head dims that are multiples of 8 up to 256");
-  if (problem.value_dim != problem.head_dim)
-    return refuse("the Hopper backward takes a value dim equal to the head dim");
   if (scores.softcap != 0.0) return refuse("the Hopper backward has no soft cap");
   if (scores.window_left != kUnlimited ||
       (scores.window_right != kUnlimited && scores.window_right != 0))

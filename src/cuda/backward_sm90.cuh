@@ -56,18 +56,19 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
   BackwardMaps maps;
-  const auto queries = [&](CUtensorMap* map, const Strided& x) {
-    return encode_backward_map(map, x, problem, problem.q_len, problem.q_heads, L::kRows);
+  const auto queries = [&](CUtensorMap* map, const Strided& x, int dim) {
+    return encode_backward_map(map, x, dim, problem, problem.q_len, problem.q_heads, L::kRows);
   };
-  const auto keys = [&](CUtensorMap* map, const Strided& x, int box_rows) {
-    return encode_backward_map(map, x, problem, problem.kv_len, problem.kv_heads, box_rows);
+  const auto keys = [&](CUtensorMap* map, const Strided& x, int dim, int box_rows) {
+    return encode_backward_map(map, x, dim, problem, problem.kv_len, problem.kv_heads, box_rows);
   };
-  if (Status s = queries(&maps.q, forward.q); !s.ok()) return s;
-  if (Status s = queries(&maps.dout, params.dout); !s.ok()) return s;
-  if (Status s = keys(&maps.k, forward.k, L::kKeys); !s.ok()) return s;
-  if (Status s = keys(&maps.v, forward.v, L::kKeys); !s.ok()) return s;
-  if (Status s = keys(&maps.dk, params.dk, 64); !s.ok()) return s;  // stored 64 keys at a time
-  if (Status s = keys(&maps.dv, params.dv, 64); !s.ok()) return s;
+  if (Status s = queries(&maps.q, forward.q, problem.head_dim); !s.ok()) return s;
+  if (Status s = queries(&maps.dout, params.dout, problem.value_dim); !s.ok()) return s;
+  if (Status s = keys(&maps.k, forward.k, problem.head_dim, L::kKeys); !s.ok()) return s;
+  if (Status s = keys(&maps.v, forward.v, problem.value_dim, L::kKeys); !s.ok()) return s;
+  if (Status s = keys(&maps.dk, params.dk, problem.head_dim, 64); !s.ok())
+    return s;  // stored 64 keys at a time
+  if (Status s = keys(&maps.dv, params.dv, problem.value_dim, 64); !s.ok()) return s;
 
   const float scale = static_cast<float>(forward.scores.scale);
   BackwardGrid grid{(problem.kv_len + L::kKeys - 1) / L::kKeys,

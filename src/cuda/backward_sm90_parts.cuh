@@ -200,12 +200,12 @@ __device__ __forceinline__ void clear_chunks(uint32_t tile, int chunks, int chun
       shared_store_f32x4(tile + chunk * chunk_bytes + i, 0.f, 0.f, 0.f, 0.f);
 }
 
-inline Status encode_backward_map(CUtensorMap* map, const Strided& x, const Problem& problem,
-                                  int rows, int heads, int box_rows) {
+inline Status encode_backward_map(CUtensorMap* map, const Strided& x, int dim,
+                                  const Problem& problem, int rows, int heads, int box_rows) {
   TensorMapShape shape{};
   shape.data = x.data;
   shape.bf16 = problem.dtype == DType::kBF16;
-  shape.head_dim = problem.head_dim;
+  shape.head_dim = dim;
   shape.rows = rows;
   shape.heads = heads;
   shape.batches = x.batches;

@@ -6,7 +6,6 @@
 #ifndef FLASHATTN_CUDA_DECODE_CUH_
 #define FLASHATTN_CUDA_DECODE_CUH_
 
-#include <algorithm>
 #include <string>
 
 #include "decode_combine.cuh"
@@ -344,7 +343,7 @@ Status check_decode(const DecodeParams& params, const DecodePlan& plan, const De
   const Problem& problem = params.problem;
   const auto fail = [](const std::string& what) { return Status{"decode: " + what}; };
   const int width = byte_width(params.cache_dtype);
-  if (std::max(problem.head_dim, problem.value_dim) > HeadDim)
+  if (problem.widest_dim() > HeadDim)
     return fail("head_dim " + std::to_string(problem.head_dim) + " and value_dim " +
                 std::to_string(problem.value_dim) + " exceed the kernel's " +
                 std::to_string(HeadDim));

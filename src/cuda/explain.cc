@@ -23,7 +23,7 @@ int compiled_head_dim(std::integer_sequence<int, Dims...>, int wanted) {
 std::string number(int64_t n) { return std::to_string(n); }
 
 std::string describe_backward_sm90(const BackwardParams& params) {
-  const int head_dim = backward_head_dim_sm90(params.forward.problem.head_dim);
+  const int head_dim = backward_head_dim_sm90(params.forward.problem.widest_dim());
   const std::string suffix = ", head dim " + number(head_dim) + ": ";
   if (backward_accumulates_dq(head_dim, params.deterministic)) {
     return "dK, dV and dQ in one kernel, " + number(backward_tile_sm90(head_dim).rows) +
@@ -60,8 +60,7 @@ Explained explain_prefill(const PrefillParams& params, const Device& device) {
     if (packed > 1) details += "; " + number(packed) + " query heads share a tile's rows";
     return {"sm90", "", details};
   }
-  const int head_dim =
-      compiled_head_dim(GenericHeadDims{}, std::max(problem.head_dim, problem.value_dim));
+  const int head_dim = compiled_head_dim(GenericHeadDims{}, problem.widest_dim());
   const PrefillTileSm80 tile = prefill_tile_sm80(head_dim);
   std::string details = "tile " + number(tile.block_q) + "x" + number(kPrefillBlockKv) +
                         ", head dim " + number(head_dim) + ", " + number(tile.warps) + " warps";
@@ -74,8 +73,7 @@ Explained explain_backward(const BackwardParams& params, const Device& device) {
   if (choice.path == Choice::kNone) return {"", choice.reason, ""};
   if (choice.path == Choice::kSm90) return {"sm90", "", describe_backward_sm90(params)};
   const Problem& problem = params.forward.problem;
-  const int head_dim =
-      compiled_head_dim(GenericHeadDims{}, std::max(problem.head_dim, problem.value_dim));
+  const int head_dim = compiled_head_dim(GenericHeadDims{}, problem.widest_dim());
   return {"sm80", choice.reason,
           "dK and dV in one kernel, dQ in another, head dim " + number(head_dim) +
               ": deterministic, nothing is added across blocks" +
@@ -93,8 +91,7 @@ Explained explain_decode(const DecodeParams& params, const Device& device) {
                 (plan.combines() ? ", merged by a second kernel" : "") + ", " +
                 number(plan.row_blocks) + " blocks of 64 query rows: " + plan.reason};
   }
-  const int head_dim = compiled_head_dim(
-      GenericHeadDims{}, std::max(params.problem.head_dim, params.problem.value_dim));
+  const int head_dim = compiled_head_dim(GenericHeadDims{}, params.problem.widest_dim());
   const DecodePlan plan = plan_decode(params, head_dim, facts);
   const std::string merge = plan.cluster > 1  ? ", merged inside a cluster"
                             : plan.combines() ? ", merged by a second kernel"

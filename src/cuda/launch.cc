@@ -58,8 +58,7 @@ Status with_dtype(Types<Ts...>, DType dtype, F&& f) {
 template <class Dims, class F>
 Status with_kernel(const Problem& problem, Dims dims, F&& f) {
   return with_dtype(DTypes{}, problem.dtype, [&](auto element) {
-    return with_head_dim(dims, std::max(problem.head_dim, problem.value_dim),
-                         [&](auto dim) { return f(element, dim); });
+    return with_head_dim(dims, problem.widest_dim(), [&](auto dim) { return f(element, dim); });
   });
 }
 
@@ -69,7 +68,7 @@ std::string unsupported(const Problem& problem, const Device& device) {
   if (problem.dtype != DType::kF16 && problem.dtype != DType::kBF16) {
     return std::string("no CUDA kernel takes ") + name(problem.dtype);
   }
-  if (std::max(problem.head_dim, problem.value_dim) > largest(GenericHeadDims{})) {
+  if (problem.widest_dim() > largest(GenericHeadDims{})) {
     return "the head dim is above every compiled one (" + to_text(GenericHeadDims{}) + ")";
   }
   if (problem.head_dim % 8 != 0 || problem.value_dim % 8 != 0) {

@@ -474,14 +474,14 @@ class PrefillConsumer {
   }
   __device__ __forceinline__ void see_value(const T* v, bool seen0, bool seen1) {
     if (!__any_sync(kWholeWarp, seen0 || seen1)) return;
-    int head_dim = params_.problem.head_dim;
-    opaque(head_dim);  // else predicates are kept for all columns
+    int value_dim = params_.problem.value_dim;
+    opaque(value_dim);  // else predicates are kept for all columns
 #pragma unroll
     for (int i = 0; i < Tile::kHeadDim / 2; ++i) {
       const int column = i / 4 * 8 + i % 2;
       // A branch, without which the compiler loads everything at once and spills for it.
-      if (i % 16 == 0 && column >= head_dim) break;
-      if (column + lane() % 4 * 2 >= head_dim) continue;
+      if (i % 16 == 0 && column >= value_dim) break;
+      if (column + lane() % 4 * 2 >= value_dim) continue;
       const float value = static_cast<float>(v[column]);
       if (!isfinite(value) && (i / 2 % 2 == 0 ? seen0 : seen1)) o_regs_[i] += value;
     }

@@ -125,35 +125,35 @@ inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, 
   return grid;
 }
 
-inline TensorMapShape prefill_map_shape(const Strided& x, const Problem& problem, int64_t rows,
-                                        int heads, int box_rows) {
-  return {x.data,
-          problem.dtype == DType::kBF16,
-          problem.head_dim,
-          rows,
-          heads,
-          x.batches,
-          x.seq,
-          x.head,
-          x.batch,
-          box_rows,
+inline TensorMapShape prefill_map_shape(const Strided& x, int dim, const Problem& problem,
+                                        int64_t rows, int heads, int box_rows) {
+  return {x.data,  problem.dtype == DType::kBF16,
+          dim,     rows,
+          heads,   x.batches,
+          x.seq,   x.head,
+          x.batch, box_rows,
           1};
 }
 
 inline Status encode_prefill_maps(PrefillMaps* maps, const PrefillParams& params,
                                   const TileGrid& grid, int block_kv) {
   const Problem& problem = params.problem;
-  const auto rows = [&](const Strided& x) {
-    return prefill_map_shape(x, problem, problem.q_len, problem.q_heads, grid.warpgroup_positions);
+  const auto rows = [&](const Strided& x, int dim) {
+    return prefill_map_shape(x, dim, problem, problem.q_len, problem.q_heads,
+                             grid.warpgroup_positions);
   };
-  const auto keys = [&](const Strided& x) {
-    return prefill_map_shape(x, problem, problem.kv_len, problem.kv_heads, block_kv);
+  const auto keys = [&](const Strided& x, int dim) {
+    return prefill_map_shape(x, dim, problem, problem.kv_len, problem.kv_heads, block_kv);
   };
-  if (Status q = encode_tensor_map_packed(&maps->q, rows(params.q), grid.packed_heads); !q.ok())
+  if (Status q =
+          encode_tensor_map_packed(&maps->q, rows(params.q, problem.head_dim), grid.packed_heads);
+      !q.ok())
     return q;
-  if (Status k = encode_tensor_map_4d(&maps->k, keys(params.k)); !k.ok()) return k;
-  if (Status v = encode_tensor_map_4d(&maps->v, keys(params.v)); !v.ok()) return v;
-  return encode_tensor_map_packed(&maps->o, rows(params.o), grid.packed_heads);
+  if (Status k = encode_tensor_map_4d(&maps->k, keys(params.k, problem.head_dim)); !k.ok())
+    return k;
+  if (Status v = encode_tensor_map_4d(&maps->v, keys(params.v, problem.value_dim)); !v.ok())
+    return v;
+  return encode_tensor_map_packed(&maps->o, rows(params.o, problem.value_dim), grid.packed_heads);
 }
 
 template <class Tile>

@@ -23,7 +23,7 @@ enum class ScoreKind {
 
 // One kernel. `why` is what measurement said against the alternatives (bf16, H200, TFLOP/s).
 struct TileSm90 {
-  int head_dim;  // compiled; smaller ones are zero-filled up to it by the loads
+  int head_dim;  // compiled; smaller ones, of keys or values, are zero-filled by the loads
   ScoreKind kind;
   int max_q_len;   // the row serves queries up to this length
   int warpgroups;  // consumers
@@ -142,7 +142,7 @@ constexpr ScoreKind score_kind_sm90(const PrefillParams& params) {
 }
 constexpr TileSm90 prefill_tile_sm90(const PrefillParams& params) {
   const Problem& problem = params.problem;
-  return kPrefillTilesSm90[prefill_tile_index_sm90(problem.head_dim, score_kind_sm90(params),
+  return kPrefillTilesSm90[prefill_tile_index_sm90(problem.widest_dim(), score_kind_sm90(params),
                                                    problem.q_len)];
 }
 
@@ -185,9 +185,9 @@ inline const char* prefill_sm90_refusal(const PrefillParams& params) {
   const Problem& problem = params.problem;
   if (problem.dtype != DType::kF16 && problem.dtype != DType::kBF16)
     return "the dtype is neither float16 nor bfloat16";
-  if (problem.value_dim != problem.head_dim) return "values have another head dim than keys";
-  if (problem.head_dim > 256) return "the head dim is above 256";
-  if (problem.head_dim % 8 != 0) return "the head dim is not a multiple of 8";
+  if (problem.widest_dim() > 256) return "the head dim is above 256";
+  if (problem.head_dim % 8 != 0 || problem.value_dim % 8 != 0)
+    return "the head dim is not a multiple of 8";
   if (params.features.bias.data) return "there is a bias";
   if (!tma_aligned(params.q) || !tma_aligned(params.k) || !tma_aligned(params.v) ||
       !tma_aligned(params.o))
