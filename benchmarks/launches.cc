@@ -111,7 +111,8 @@ void show_all(int head_dim) {
 
 void show_tiles() {
   for (const TileSm90& tile : kPrefillTilesSm90)
-    if (tile.kind == ScoreKind::kFull || tile.kind == ScoreKind::kCausal)
+    if ((tile.kind == ScoreKind::kFull || tile.kind == ScoreKind::kCausal) &&
+        tile.value_dim == tile.head_dim)
       std::printf("tile %d %d %d %d %d\n", tile.head_dim, tile.kind == ScoreKind::kCausal,
                   tile.max_q_len, tile.block_q(), tile.block_kv);
 }

@@ -90,6 +90,26 @@ def test_wide_head_dims(head_dim, blocks):
     assert gradient.kernel == "sm80" and "pieces" in gradient.details
 
 
+@needs_cuda_kernels
+@pytest.mark.parametrize(
+    "dims,tile",
+    [
+        ((192, 128), "head dim 192 with values of 128,"),
+        ((136, 8), "head dim 192 with values of 128,"),
+        ((192, 136), "head dim 192,"),
+        ((64, 72), "head dim 96,"),
+        ((128, 64), "head dim 128,"),
+    ],
+)
+def test_value_dims_on_hopper(dims, tile):
+    """The tile of the wider dim, or one for both."""
+    keys, values = (jnp.zeros((2, 128, 4, dim), jnp.bfloat16) for dim in dims)
+    operands = {"query": keys, "key": keys, "value": values}
+    forward = _explain.explain_on(_explain.H200, "prefill", (), operands)
+    assert forward.kernel == "sm90" and tile in forward.details
+    assert gradient_on(_explain.H200, operands).kernel == "sm90"
+
+
 def test_unknown_operation(platform):
     with pytest.raises(ValueError, match="explain.*attention"):
         jax_flashattn.explain("attention", *OPERANDS["prefill"].values())

@@ -206,14 +206,17 @@ def test_features_repeat_bit_by_bit(platform):
 
 
 @on_gpu
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "head_dim,value_dim",
+    [(64, None), (96, None), (128, None), (192, 128), (192, None), (256, None)],
+)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("ragged", [True, False])
-def test_many_tiles_of_few_blocks(platform, head_dim, causal, ragged):
+def test_many_tiles_of_few_blocks(platform, head_dim, value_dim, causal, ragged):
     """Several tiles a multiprocessor, some without a key: every sequence as if it were alone."""
     lengths = (0, 1, 500, 130, 256, 499) * 4 if ragged else None
     case = LONG.replace(batch=24, q_len=500, q_heads=8, kv_heads=8, head_dim=head_dim)
-    case = case.replace(causal=causal, kv_lengths=lengths)
+    case = case.replace(value_dim=value_dim, causal=causal, kv_lengths=lengths)
     arrays = make_inputs(case)
     out, lse = prefill(case, arrays)
     for b in (0, 7, 10, 23):
@@ -325,12 +328,14 @@ def test_generic_decode(platform, generic_kernels, head_dim, num_splits):
     check_decode(platform, case)
 
 
-# ---- Keys and values of different head dims: the tiles are those of the wider one.
+# ---- Keys and values of different head dims: the tiles are those of the wider one, or for both.
 
 
 @on_gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dims", [(192, 128), (128, 64), (64, 128), (40, 72), (256, 64)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(192, 128), (136, 72), (128, 64), (64, 128), (40, 72), (96, 200), (256, 64)], ids=str
+)
 def test_value_dims(platform, dims, causal):
     case = Case(
         q_len=150, kv_len=270, q_heads=4, kv_heads=2, head_dim=dims[0], value_dim=dims[1],

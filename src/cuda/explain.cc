@@ -1,7 +1,5 @@
 #include "explain.h"
 
-#include <algorithm>
-
 #include "backward_plan.h"
 #include "decode_latent_plan.h"
 #include "decode_plan.h"
@@ -54,9 +52,11 @@ Explained explain_prefill(const PrefillParams& params, const Device& device) {
   if (choice.path == Choice::kSm90) {
     const TileSm90 tile = prefill_tile_sm90(params);
     const int packed = packed_heads_sm90(tile, params);
-    std::string details = "tile " + number(tile.block_q()) + "x" + number(tile.block_kv) +
-                          ", head dim " + number(tile.head_dim) + ", " + number(tile.warpgroups) +
-                          " consumer warpgroups: " + tile.why;
+    std::string details =
+        "tile " + number(tile.block_q()) + "x" + number(tile.block_kv) + ", head dim " +
+        number(tile.head_dim) +
+        (tile.value_dim < tile.head_dim ? " with values of " + number(tile.value_dim) : "") + ", " +
+        number(tile.warpgroups) + " consumer warpgroups: " + tile.why;
     if (packed > 1) details += "; " + number(packed) + " query heads share a tile's rows";
     return {"sm90", "", details};
   }

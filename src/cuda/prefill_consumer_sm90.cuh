@@ -254,13 +254,13 @@ class PrefillConsumer {
   __device__ __forceinline__ void multiply_pv(PRegs& p, uint32_t v_low) {
 #pragma unroll
     for (int k = 0; k < Tile::kBlockKv / 16; ++k)
-      Wgmma<T, Tile::kHeadDim>::template rs<true>(o_regs_, p[4 * k], p[4 * k + 1], p[4 * k + 2],
-                                                  p[4 * k + 3], descriptor(v_low + k * 128), 1);
+      Wgmma<T, Tile::kValueDim>::template rs<true>(o_regs_, p[4 * k], p[4 * k + 1], p[4 * k + 2],
+                                                   p[4 * k + 3], descriptor(v_low + k * 128), 1);
   }
   __device__ __forceinline__ void rescale_o() {
     if (!rows_.o_is_behind) return;
 #pragma unroll
-    for (int i = 0; i < Tile::kHeadDim / 2; ++i) o_regs_[i] *= rows_.factor[i / 2 % 2];
+    for (int i = 0; i < Tile::kValueDim / 2; ++i) o_regs_[i] *= rows_.factor[i / 2 % 2];
   }
 
   // This lane's 16 bytes of the 16x16 fragment k of this warp's rows of a Q tile, for ldmatrix and
@@ -415,15 +415,15 @@ class PrefillConsumer {
     if (__any_sync(kWholeWarp, rare)) {
       if (!Tile::kAnyMask && v_not_finite) see_not_finite(work);
 #pragma unroll
-      for (int i = 0; i < Tile::kHeadDim / 2; ++i)  // multiplied, they may be NaN
+      for (int i = 0; i < Tile::kValueDim / 2; ++i)  // multiplied, they may be NaN
         if (empty[i / 2 % 2]) o_regs_[i] = 0.f;
     }
     if (params_.lse.data != nullptr) store_lse(place, first, empty);
     const uint32_t q_smem = smem_.q(q_stage_, warpgroup_);
 #pragma unroll
-    for (int i = 0; i < Tile::kHeadDim / 2; ++i) o_regs_[i] *= inverse[i / 2 % 2];
+    for (int i = 0; i < Tile::kValueDim / 2; ++i) o_regs_[i] *= inverse[i / 2 % 2];
 #pragma unroll
-    for (int k = 0; k < Tile::kHeadDim / 16; ++k) {
+    for (int k = 0; k < Tile::kValueDim / 16; ++k) {
       const float* o = o_regs_ + 8 * k;
       stmatrix_x4(fragment_address(q_smem, k), pack<T>(o[0], o[1]), pack<T>(o[2], o[3]),
                   pack<T>(o[4], o[5]), pack<T>(o[6], o[7]));
@@ -432,7 +432,7 @@ class PrefillConsumer {
     named_barrier_sync(kOwnThreads + warpgroup_, 128);
     if (thread() == 0) {
 #pragma unroll
-      for (int chunk = 0; chunk < Tile::kChunks; ++chunk)
+      for (int chunk = 0; chunk < Tile::kValueChunks; ++chunk)
         tma_store_packed(&maps_.o, q_smem + chunk * Tile::kQChunkBytes, chunk * 64, first,
                          place.head, place.batch);
       bulk_commit();
@@ -477,7 +477,7 @@ class PrefillConsumer {
     int value_dim = params_.problem.value_dim;
     opaque(value_dim);  // else predicates are kept for all columns
 #pragma unroll
-    for (int i = 0; i < Tile::kHeadDim / 2; ++i) {
+    for (int i = 0; i < Tile::kValueDim / 2; ++i) {
       const int column = i / 4 * 8 + i % 2;
       // A branch, without which the compiler loads everything at once and spills for it.
       if (i % 16 == 0 && column >= value_dim) break;
@@ -548,7 +548,7 @@ class PrefillConsumer {
   PrefillShared<Tile>& shared_;
   const int warpgroup_;
 
-  float s_regs_[kSRegs], o_regs_[Tile::kHeadDim / 2];
+  float s_regs_[kSRegs], o_regs_[Tile::kValueDim / 2];
   uint32_t p_a_regs_[kPRegs], p_b_regs_[kPRegs];
   OnlineRows rows_;
   int row_position_[2];  // of each of this thread's rows, from the warpgroup's first position

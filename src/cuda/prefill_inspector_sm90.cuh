@@ -79,7 +79,7 @@ class PrefillInspector {
   }
 
  private:
-  static constexpr int kPieces = Tile::kKvBytes / 16, kRounds = kPieces / kThreads;
+  static constexpr int kPieces = Tile::kVBytes / 16, kRounds = kPieces / kThreads;
   // Loads in flight: as many as there are registers for, if that divides the rounds.
   static constexpr int batch_of_rounds() {
     int batch = Tile::kTile.producer_registers() >= 40 ? 7 : 4;

@@ -19,12 +19,15 @@ struct PrefillTile {
   static constexpr bool kCausal = kTile.kind == ScoreKind::kCausal;
   static constexpr bool kShaped = kTile.kind == ScoreKind::kShaped;
   static constexpr bool kAnyMask = kTile.finds_blocks();
-  static constexpr int kHeadDim = kTile.head_dim, kBlockKv = kTile.block_kv;
+  static constexpr int kHeadDim = kTile.head_dim, kValueDim = kTile.value_dim;
+  static constexpr int kBlockKv = kTile.block_kv;
   static constexpr int kWarpgroups = kTile.warpgroups, kQStages = kTile.q_stages;
-  static constexpr int kChunks = kTile.chunks();
+  static constexpr int kChunks = kTile.chunks(), kValueChunks = kTile.value_chunks();
   static constexpr int kQChunkBytes = kWarpgroupRows * 128, kKvChunkBytes = kBlockKv * 128;
-  static constexpr int kQBytes = kTile.q_bytes(), kKvBytes = kTile.kv_bytes();
+  static constexpr int kQBytes = kTile.q_bytes();
+  static constexpr int kKBytes = kTile.k_bytes(), kVBytes = kTile.v_bytes();
   static_assert(kHeadDim % 16 == 0 && kBlockKv % 16 == 0, "wgmma multiplies 16 deep");
+  static_assert(kValueDim <= kHeadDim, "O is staged in Q's place");
   static_assert(kWarpgroups >= 2 && kWarpgroups <= 4, "register shares exist for these");
 };
 
@@ -83,9 +86,9 @@ struct PrefillSmem {
     return base + (stage * Tile::kWarpgroups + warpgroup) * Tile::kQBytes;
   }
   __device__ uint32_t k(uint32_t stage) const {
-    return q(Tile::kQStages, 0) + stage * Tile::kKvBytes;
+    return q(Tile::kQStages, 0) + stage * Tile::kKBytes;
   }
-  __device__ uint32_t v(uint32_t stage) const { return k(kKvStages) + stage * Tile::kKvBytes; }
+  __device__ uint32_t v(uint32_t stage) const { return k(kKvStages) + stage * Tile::kVBytes; }
 };
 
 // Counts blocks through a ring of two buffers.

@@ -201,17 +201,17 @@ class PrefillProducer {
   __device__ __forceinline__ void load_k(const TileWork& work, uint32_t i, int block) {
     const uint32_t stage = ring_stage(i);
     mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity(i) ^ 1);
-    load_block(&maps_.k, shared_address(&shared_.barriers.k_full[stage]), smem_.k(stage), block,
-               work.kv_head, work.k_batch);
+    load_block<Tile::kChunks>(&maps_.k, shared_address(&shared_.barriers.k_full[stage]),
+                              smem_.k(stage), block, work.kv_head, work.k_batch);
   }
   __device__ __forceinline__ void load_v(const TileWork& work, uint32_t i, int block) {
     const uint32_t stage = ring_stage(i);
     const bool inspected = block >= work.first_inspected;
     mbarrier_wait(shared_address(&shared_.barriers.v_empty[stage]), ring_parity(i) ^ 1);
-    load_block(&maps_.v,
-               shared_address(inspected ? &shared_.barriers.v_raw[stage]
-                                        : &shared_.barriers.v_full[stage]),
-               smem_.v(stage), block, work.kv_head, work.v_batch);
+    load_block<Tile::kValueChunks>(&maps_.v,
+                                   shared_address(inspected ? &shared_.barriers.v_raw[stage]
+                                                            : &shared_.barriers.v_full[stage]),
+                                   smem_.v(stage), block, work.kv_head, work.v_batch);
   }
   // With what the others have to know of the block. The inspector follows the blocks that are found
   // one by one, and lets pass what it need not see.
@@ -220,22 +220,23 @@ class PrefillProducer {
     const uint32_t stage = ring_stage(i);
     mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity(i) ^ 1);
     shared_.k_block[stage] = block;
-    load_block(&maps_.k, shared_address(&shared_.barriers.k_full[stage]), smem_.k(stage),
-               block.block(), work.kv_head, work.k_batch);
+    load_block<Tile::kChunks>(&maps_.k, shared_address(&shared_.barriers.k_full[stage]),
+                              smem_.k(stage), block.block(), work.kv_head, work.k_batch);
   }
   __device__ __forceinline__ void load_v(const TileWork& work, uint32_t i, FoundBlock block) {
     if (!is_loader()) return;
     const uint32_t stage = ring_stage(i);
     mbarrier_wait(shared_address(&shared_.barriers.v_empty[stage]), ring_parity(i) ^ 1);
     shared_.v_block[stage] = block;
-    load_block(&maps_.v, shared_address(&shared_.barriers.v_raw[stage]), smem_.v(stage),
-               block.block(), work.kv_head, work.v_batch);
+    load_block<Tile::kValueChunks>(&maps_.v, shared_address(&shared_.barriers.v_raw[stage]),
+                                   smem_.v(stage), block.block(), work.kv_head, work.v_batch);
   }
+  template <int Chunks>
   __device__ __forceinline__ void load_block(const CUtensorMap* map, uint32_t barrier,
                                              uint32_t tile_smem, int block, int head, int batch) {
-    mbarrier_expect_tx(barrier, Tile::kKvBytes);
+    mbarrier_expect_tx(barrier, Chunks * Tile::kKvChunkBytes);
 #pragma unroll
-    for (int chunk = 0; chunk < Tile::kChunks; ++chunk)
+    for (int chunk = 0; chunk < Chunks; ++chunk)
       tma_load_4d(tile_smem + chunk * Tile::kKvChunkBytes, map, barrier, chunk * 64,
                   block * Tile::kBlockKv, head, batch);
   }

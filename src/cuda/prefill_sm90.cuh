@@ -195,13 +195,12 @@ Status launch_prefill_chosen_sm90(int chosen, const PrefillParams& params, const
   }
 }
 
-// HeadDim is compiled; the call must be one that prefill_sm90_supports, its head dim at most
+// HeadDim is compiled; the call must be one that prefill_sm90_supports, its wider dim at most
 // HeadDim.
 template <class T, int HeadDim>
 Status launch_prefill_sm90(const PrefillParams& params, const Device& device, cudaStream_t stream) {
-  const int chosen =
-      prefill_tile_index_sm90(HeadDim, score_kind_sm90(params), params.problem.q_len);
-  return launch_prefill_chosen_sm90<T, HeadDim>(chosen, params, device, stream);
+  return launch_prefill_chosen_sm90<T, HeadDim>(prefill_tile_index_sm90(params), params, device,
+                                                stream);
 }
 
 }  // namespace flashattn

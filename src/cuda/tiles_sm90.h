@@ -4,7 +4,6 @@
 #define FLASHATTN_CUDA_TILES_SM90_H_
 
 #include <cstdint>
-#include <string>
 
 #include "params.h"
 
@@ -23,7 +22,8 @@ enum class ScoreKind {
 
 // One kernel. `why` is what measurement said against the alternatives (bf16, H200, TFLOP/s).
 struct TileSm90 {
-  int head_dim;  // compiled; smaller ones, of keys or values, are zero-filled by the loads
+  int head_dim;   // compiled; smaller ones are zero-filled by the loads
+  int value_dim;  // likewise, at most head_dim
   ScoreKind kind;
   int max_q_len;   // the row serves queries up to this length
   int warpgroups;  // consumers
@@ -37,8 +37,10 @@ struct TileSm90 {
   constexpr int block_q() const { return warpgroups * kWarpgroupRows; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int chunks() const { return (head_dim + 63) / 64; }  // of 64 columns, 128 bytes
+  constexpr int value_chunks() const { return (value_dim + 63) / 64; }
   constexpr int q_bytes() const { return kWarpgroupRows * chunks() * 128; }  // of one warpgroup
-  constexpr int kv_bytes() const { return block_kv * chunks() * 128; }       // of one K or V block
+  constexpr int k_bytes() const { return block_kv * chunks() * 128; }        // of one block
+  constexpr int v_bytes() const { return block_kv * value_chunks() * 128; }
   // The entry registers of the block (168, 128 or 96 a thread) are dealt anew.
   constexpr int producer_registers() const {
     return finds_blocks() ? 56 : warpgroups == 2 ? 40 : 32;
@@ -53,56 +55,59 @@ struct TileSm90 {
   }
   // Tiles, and room to align them to the 1024 bytes that the swizzle repeats after.
   constexpr int shared_memory() const {
-    return q_stages * warpgroups * q_bytes() + 2 * kKvStages * kv_bytes() + 1024;
+    return q_stages * warpgroups * q_bytes() + kKvStages * (k_bytes() + v_bytes()) + 1024;
   }
 };
 
 // The first row that fits a call is taken.
 constexpr TileSm90 kPrefillTilesSm90[] = {
-    {64, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true,
+    {64, 64, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true,
      "short causal: 128 rows waste less of the diagonal than 192, and with few blocks a tile a "
      "second"
      " copy of P costs more than it hides (T 512: 256 against 245)"},
-    {64, ScoreKind::kCausal, kUnlimited, 3, 128, 2, false, true, true,
+    {64, 64, ScoreKind::kCausal, kUnlimited, 3, 128, 2, false, true, true,
      "three softmaxes share the SM (T 16384: 613 against 505 with two warpgroups)"},
-    {64, ScoreKind::kFull, 128, 2, 128, 2, true, true, true, "one tile holds the queries"},
-    {64, ScoreKind::kFull, 512, 4, 64, 2, false, true, true,
+    {64, 64, ScoreKind::kFull, 128, 2, 128, 2, true, true, true, "one tile holds the queries"},
+    {64, 64, ScoreKind::kFull, 512, 4, 64, 2, false, true, true,
      "256 rows divide T 512 and 192 do not (416 against 408)"},
-    {64, ScoreKind::kFull, kUnlimited, 3, 128, 2, false, true, true,
+    {64, 64, ScoreKind::kFull, kUnlimited, 3, 128, 2, false, true, true,
      "as causal (T 16384: 621 against 512 with two warpgroups, 572 with four)"},
-    {96, ScoreKind::kCausal, kUnlimited, 3, 96, 2, false, true, true,
+    {96, 96, ScoreKind::kCausal, kUnlimited, 3, 96, 2, false, true, true,
      "three warpgroups as at 64; 96 keys are what 160 registers hold"},
-    {96, ScoreKind::kFull, kUnlimited, 3, 96, 2, false, true, true, "as causal"},
-    {128, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true,
+    {96, 96, ScoreKind::kFull, kUnlimited, 3, 96, 2, false, true, true, "as causal"},
+    {128, 128, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true,
      "few blocks a tile: a second copy of P costs more than it hides (T 512: 346 against 331)"},
-    {128, ScoreKind::kCausal, kUnlimited, 2, 128, 2, true, true, true,
+    {128, 128, ScoreKind::kCausal, kUnlimited, 2, 128, 2, true, true, true,
      "95 % of the tensor rate; narrower blocks or 64-row tiles lose 15 to 30 % at T 512"},
-    {128, ScoreKind::kFull, kUnlimited, 2, 128, 2, true, true, true,
+    {128, 128, ScoreKind::kFull, kUnlimited, 2, 128, 2, true, true, true,
      "as causal; 160 to 192 keys are no faster at T 16384 and 15 to 20 % slower at T 512"},
-    {192, ScoreKind::kCausal, kUnlimited, 2, 96, 1, false, true, true,
+    {192, 128, ScoreKind::kCausal, kUnlimited, 2, 128, 1, true, true, true,
+     "a fifth less to multiply than at value dim 192, and registers for more keys and two P"},
+    {192, 128, ScoreKind::kFull, kUnlimited, 2, 128, 1, true, true, true, "as causal"},
+    {192, 192, ScoreKind::kCausal, kUnlimited, 2, 96, 1, false, true, true,
      "96 keys leave less of the diagonal unused than 112"},
-    {192, ScoreKind::kFull, kUnlimited, 2, 112, 1, false, true, true,
+    {192, 192, ScoreKind::kFull, kUnlimited, 2, 112, 1, false, true, true,
      "the most keys that shared memory holds"},
-    {256, ScoreKind::kCausal, kUnlimited, 2, 64, 1, false, true, true,
+    {256, 256, ScoreKind::kCausal, kUnlimited, 2, 64, 1, false, true, true,
      "80 keys are equal at T 16384 and 1 to 6 % slower below"},
-    {256, ScoreKind::kFull, 4096, 2, 64, 1, false, true, true,
+    {256, 256, ScoreKind::kFull, 4096, 2, 64, 1, false, true, true,
      "80 keys waste more of a short sequence (T 512: 561 against 531; T 4096: 797 against 785)"},
-    {256, ScoreKind::kFull, kUnlimited, 2, 80, 1, false, true, true,
+    {256, 256, ScoreKind::kFull, kUnlimited, 2, 80, 1, false, true, true,
      "the most keys that shared memory holds"},
-    {64, ScoreKind::kMasked, kUnlimited, 3, 96, 2, false, true, true,
+    {64, 64, ScoreKind::kMasked, kUnlimited, 3, 96, 2, false, true, true,
      "three warpgroups as for causal masks; 96 keys are what 152 registers hold"},
-    {96, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true,
+    {96, 96, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true,
      "the masked step beside it does not fit the registers of three warpgroups"},
-    {128, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true,
+    {128, 128, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true,
      "as causal, but a second copy of P does not fit beside the masked step"},
-    {192, ScoreKind::kMasked, kUnlimited, 2, 96, 1, false, true, true, "as causal"},
-    {256, ScoreKind::kMasked, kUnlimited, 2, 64, 1, false, true, true, "as causal"},
-    {64, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true,
+    {192, 192, ScoreKind::kMasked, kUnlimited, 2, 96, 1, false, true, true, "as causal"},
+    {256, 256, ScoreKind::kMasked, kUnlimited, 2, 64, 1, false, true, true, "as causal"},
+    {64, 64, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true,
      "the arithmetic on scores wants more registers than three warpgroups have"},
-    {96, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, "as masked"},
-    {128, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, "as masked"},
-    {192, ScoreKind::kShaped, kUnlimited, 2, 96, 1, false, true, true, "as causal"},
-    {256, ScoreKind::kShaped, kUnlimited, 2, 64, 1, false, true, true, "as causal"},
+    {96, 96, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, "as masked"},
+    {128, 128, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, "as masked"},
+    {192, 192, ScoreKind::kShaped, kUnlimited, 2, 96, 1, false, true, true, "as causal"},
+    {256, 256, ScoreKind::kShaped, kUnlimited, 2, 64, 1, false, true, true, "as causal"},
 };
 constexpr int kNumPrefillTilesSm90 = sizeof(kPrefillTilesSm90) / sizeof(kPrefillTilesSm90[0]);
 
@@ -120,16 +125,6 @@ constexpr int compiled_head_dim_sm90(int head_dim) {
   return 0;
 }
 
-// Index into the table for a call with this head dim (in memory); -1: none.
-constexpr int prefill_tile_index_sm90(int head_dim, ScoreKind kind, int q_len) {
-  const int compiled = compiled_head_dim_sm90(head_dim);
-  for (int i = 0; i < kNumPrefillTilesSm90; ++i) {
-    const TileSm90& tile = kPrefillTilesSm90[i];
-    if (tile.head_dim == compiled && tile.kind == kind && q_len <= tile.max_q_len) return i;
-  }
-  return -1;
-}
-
 constexpr ScoreKind score_kind_sm90(const PrefillParams& params) {
   const Scores& scores = params.scores;
   const Features& features = params.features;
@@ -140,10 +135,22 @@ constexpr ScoreKind score_kind_sm90(const PrefillParams& params) {
     return ScoreKind::kMasked;
   return bounded_right ? ScoreKind::kCausal : ScoreKind::kFull;
 }
-constexpr TileSm90 prefill_tile_sm90(const PrefillParams& params) {
+
+// Index into the table; -1: none.
+constexpr int prefill_tile_index_sm90(const PrefillParams& params) {
   const Problem& problem = params.problem;
-  return kPrefillTilesSm90[prefill_tile_index_sm90(problem.widest_dim(), score_kind_sm90(params),
-                                                   problem.q_len)];
+  const int compiled = compiled_head_dim_sm90(problem.widest_dim());
+  const ScoreKind kind = score_kind_sm90(params);
+  for (int i = 0; i < kNumPrefillTilesSm90; ++i) {
+    const TileSm90& tile = kPrefillTilesSm90[i];
+    if (tile.head_dim == compiled && problem.value_dim <= tile.value_dim && tile.kind == kind &&
+        problem.q_len <= tile.max_q_len)
+      return i;
+  }
+  return -1;
+}
+constexpr TileSm90 prefill_tile_sm90(const PrefillParams& params) {
+  return kPrefillTilesSm90[prefill_tile_index_sm90(params)];
 }
 
 // Query heads that share a tile's rows. Packing the heads of a group costs nothing on the device
@@ -158,17 +165,6 @@ constexpr int packed_heads_sm90(const TileSm90& tile, const PrefillParams& param
   const int64_t packed_tiles = (q_len - 1) / packed_block + 1;
   const int64_t plain_tiles = int64_t{group} * ((q_len - 1) / tile.block_q() + 1);
   return 10 * packed_tiles < 9 * plain_tiles ? group : 1;
-}
-
-// For `explain`.
-inline std::string describe_prefill_sm90(const PrefillParams& params) {
-  const TileSm90 tile = prefill_tile_sm90(params);
-  const int packed = packed_heads_sm90(tile, params);
-  return "tiles of " + std::to_string(tile.block_q()) + " queries x " +
-         std::to_string(tile.block_kv) + " keys for head dim " + std::to_string(tile.head_dim) +
-         (packed > 1 ? ", the " + std::to_string(packed) + " heads of a group packed into rows"
-                     : "") +
-         ": " + tile.why;
 }
 
 // TMA wants 16-byte strides on every axis that is walked. `length` and `heads` are the axes' sizes.
