@@ -244,6 +244,9 @@ def feature_cases() -> list[Case]:
         _prefill(1, 16384, 16, 16, 128),
         _prefill(1, 16384, 16, 16, 128, features=(("window", 1024),)),
     ]
+    # DeepSeek-V3's heads as it trains and reads prompts, beside values as wide as the keys.
+    wide = (2, 8192, 16, 16, 192)
+    prefill += [_prefill(*wide), _prefill(*wide, features=(("value_dim", 128),))]
     # gpt-oss: a token sees itself and the 127 before it.
     gpt_oss = (1, 8192, 64, 8, 64)
     prefill += [_prefill(*gpt_oss), _prefill(*gpt_oss, features=(("window", 127), ("sinks", True)))]
@@ -356,10 +359,8 @@ def smoke_cases(benchmark: str) -> list[Case]:
     if benchmark == "features":
         names = ("softcap", "sinks", "alibi", "bias", "mask", "lengths", "segments", "window")
         values = (20.0, True, True, True, True, "random", 4, 16)
-        cases = [
-            _prefill(1, 128, 4, 2, 64, features=((name, value),))
-            for name, value in zip(names, values, strict=True)
-        ]
+        features = [*zip(names, values, strict=True), ("value_dim", 32)]
+        cases = [_prefill(1, 128, 4, 2, 64, features=(feature,)) for feature in features]
         caches = (("window", 64), ("cache", "float8_e4m3fn"), ("cache", "int8"))
         cases += [*decode, *(_decode(2, 256, 8, 2, 64, features=(cache,)) for cache in caches)]
         cases.append(_decode(2, 256, 8, 2, 64, tokens=4))

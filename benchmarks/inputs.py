@@ -58,10 +58,10 @@ def _operands(case: Case, seed: int) -> tuple:
         layers = [_operands(one, seed * case.layers + i) for i in range(case.layers)]
         (query, *_), (_, keys, values) = layers[0], zip(*layers, strict=True)
         return query, keys, values
-    shapes = [(case.B, case.T, case.N, case.H), *2 * [(case.B, case.S, case.K, case.H)]]
-    shapes[2] = (*shapes[2][:3], case.value_dim)
+    keys_and_values = [(case.B, case.S, case.K, dim) for dim in (case.H, case.value_dim)]
+    shapes = [(case.B, case.T, case.N, case.H), *keys_and_values]
     if case.benchmark == "backward":
-        shapes.append(shapes[0])
+        shapes.append((case.B, case.T, case.N, case.value_dim))
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     query, key, value, *cotangent = (
         _normal(random, shape, case.dtype) for random, shape in zip(keys, shapes, strict=True)

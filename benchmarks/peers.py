@@ -145,7 +145,19 @@ def flash_sm80(inputs: Inputs):
 def cudnn(inputs: Inputs):
     if jax.default_backend() != "gpu":
         raise Refused("needs a GPU")
+    if inputs.case.benchmark == "prefill" and inputs.case.feature("value_dim"):
+        return _cudnn_below_jax_nn(inputs)
     return _jax_nn(inputs, "cudnn")
+
+
+def _cudnn_below_jax_nn(inputs: Inputs):
+    """jax.nn wants values of the keys' head dim; what it calls for cuDNN does not."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    _only(inputs, "value_dim")
+    mask_type = fused.MaskType.CAUSAL if inputs.case.causal else fused.MaskType.NO_MASK
+    options = {"scale": inputs.case.H**-0.5, "mask_type": mask_type}
+    return _jax_call(inputs, functools.partial(fused.dot_product_attention, **options))
 
 
 def xla(inputs: Inputs):
