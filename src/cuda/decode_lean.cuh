@@ -16,8 +16,9 @@ constexpr bool kHasLeanKernel = true;
 constexpr bool kHasLeanKernel = false;
 #endif
 
-// What the lean kernel reads, in about the order in which it does. Strides of what it loads are in
-// bytes, of what it stores in elements, and 0 where all sequences share an operand.
+// What the lean kernel reads. What every call reads comes first, its end included: each further
+// line of the parameters is a miss. Strides of what it loads are in bytes, of what it stores in
+// elements, and 0 where all sequences share an operand.
 struct LeanArgs {
   const int32_t* lengths;
   const char* query;
@@ -27,21 +28,22 @@ struct LeanArgs {
   int64_t query_sequence;
   int64_t key_page, value_page;  // contiguous: from sequence to sequence
   FastDivisor kv_heads;
-  int length_step, table_step;  // in numbers
+  int length_step;  // in numbers
   int query_head, key_head, value_head, key_token, value_token;
   int capacity, rows, stages;  // rows: of the query, in a kv head
   int eager;                   // 1: the first tile is fetched before the length is known
-  FastDivisor page_size;
-  int num_pages;
   float scale_log2;
-  int group, last_token, query_token;  // several new tokens
-  FastDivisor heads_of_token;
 
   void* out;
   float* lse;          // null: not wanted
   const float* sinks;  // null: none
   int64_t out_sequence, lse_sequence;
-  int out_head, lse_head, sinks_step, out_token, lse_token;
+  int out_head, lse_head, sinks_step;
+
+  int table_step, num_pages;  // pages
+  FastDivisor page_size;
+  int group, last_token, query_token, out_token, lse_token;  // several new tokens
+  FastDivisor heads_of_token;
   float* partial_outs;
   float4* partial_stats;
 
@@ -63,6 +65,7 @@ struct LeanSite {
     kv_head = pair - batch * static_cast<int>(args.kv_heads.divisor);
   }
 
+  static constexpr int kFewestThreads = 32 * Warps;
   static constexpr __device__ int warps() { return Warps; }
   static constexpr __device__ int cluster() { return Cluster; }
   __device__ int split() const { return Cluster > 1 ? blockIdx.x % Cluster : blockIdx.y; }
@@ -314,14 +317,16 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
   const LeanRing<Shape, Featured> ring(site, smem, warp, lane);
   const int step = site.splits() * site.warps();
   int begin = site.split() * site.warps() + warp;
+  // Contiguous. Not by find(): where that loads from a page table, ptxas makes all that follows
+  // wait for the query too, half a microsecond.
+  if (!Featured && args.eager != 0) {
+    const int token = begin * kTokens, left = args.capacity - token;
+    ask_tile(ring, 0, {site.batch, token}, {0, left, 0}, left > 0);
+  }
   // Lane i looks up the place for stage i; where tiles straddle pages, its token of the first.
   TokenPlace first_places = ring.find(begin + lane * step);
   if constexpr (Featured)
     if (ring.straddles()) first_places = ring.find(begin);
-  if (!Featured && args.eager != 0) {
-    const int left = args.capacity - begin * kTokens;
-    ask_tile(ring, 0, ring.find(begin), {0, left, 0}, left > 0);
-  }
   const BlockMerge<Shape, Site> merge(site, smem);
   merge.open();
 
@@ -364,6 +369,8 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     const bool more = tile + ahead < end;
     const int tokens = tokens_of(tile, stage);
     const int next_tokens = ring.tokens(next, length - (tile + ahead) * kTokens);
+    // A whole step ahead, and behind the first look at `next`, which would wait for this one too.
+    const TokenPlace after_next = ring.find(tile + ahead + step);
     LeanTokens next_read = {first_key - (tile + ahead) * kTokens, next_tokens, 0};
     uint32_t tile_holes = 0;
     if constexpr (Featured) {
@@ -400,7 +407,7 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     cp_async_commit();
 
     absent = next_tokens == 0 ? absent | 1u << stage : absent & ~(1u << stage);
-    next = ring.find(tile + ahead + step);
+    next = after_next;
     stage = stage + 1 == stages ? 0 : stage + 1;
   }
   cp_async_wait<0>();

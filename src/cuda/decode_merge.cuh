@@ -126,6 +126,7 @@ struct MergeSite {
   const DecodeArgs& args;
   const DecodeBlock& block;
 
+  static constexpr int kFewestThreads = 128;
   __device__ int warps() const { return args.warps; }
   __device__ int cluster() const { return kHasClusters ? args.cluster : 1; }
   __device__ int split() const { return block.split; }
@@ -287,7 +288,7 @@ class BlockMerge {
 
   // Sends every block of the cluster its items. All are read before the first is sent.
   __device__ void push(int c, int items) const {
-    constexpr int kFewestThreads = 128;
+    constexpr int kFewestThreads = Site::kFewestThreads;
     constexpr int kPasses = divide_up(kDecodeColumns * kItems, kFewestThreads);
     const int cluster = site_.cluster(), shift = __ffs(cluster) - 1;
     float4 values[kPasses];

@@ -248,9 +248,10 @@ constexpr Cut choose_cut(const DecodeParams& params, const Work& work, const Dec
 }
 
 // Warps and stages: 128 to 192 KB of requests in flight on each SM, spread over the blocks it
-// holds. Blocks that share an SM have one stage: four of them keep memory busier than three with
-// two stages while others begin and end (64 sequences of 4096, 8 heads of 128: 240.6 us against
-// 250.9).
+// holds; a third stage of a cluster's blocks is no gain (1 sequence of 8192, 8 heads of 128: 10.3
+// us with two, 10.7 with three). Blocks that share an SM have one stage: four of them keep memory
+// busier than three with two stages while others begin and end (64 sequences of 4096, 8 heads of
+// 128: 240.6 us against 250.9).
 constexpr void choose_rings(const DecodeParams& params, const Work& work,
                             const DecodeDevice& device, int head_dim, DecodePlan* plan) {
   const int width = byte_width(params.cache_dtype);
@@ -259,7 +260,7 @@ constexpr void choose_rings(const DecodeParams& params, const Work& work,
   // The number of warps is part of the order of summation, so batch_invariant fixes it.
   plan->warps =
       shares_sm && !params.batch_invariant ? kDecodeFewWarps : decode_most_warps(tile_bytes);
-  const int budget = tile_bytes >= 8192 ? 128 << 10 : 192 << 10;
+  const int budget = tile_bytes >= 8192 || plan->cluster > 1 ? 128 << 10 : 192 << 10;
   // At head dim 64, one stage was the fastest on every shape.
   const int most = shares_sm || (work.row_bytes == 128 && width == 2) ? 1 : kDecodeMaxStages;
   const int wanted = divide_up(work.tiles, int64_t{plan->splits} * plan->warps);
@@ -341,7 +342,7 @@ constexpr DecodePlan plan_decode(const DecodeParams& params, int head_dim,
   plan.featured = plan.lean && internal::is_featured(params, row_bytes);
   // Worth it where a warp has few tiles, and wasted on a sequence that is short.
   plan.eager =
-      !params.page_table && !plan.featured && work.tiles <= 8 * int64_t{plan.splits} * plan.warps;
+      !params.page_table && !plan.featured && work.tiles <= 16 * int64_t{plan.splits} * plan.warps;
   return plan;
 }
 
