@@ -10,6 +10,7 @@
 #include <string>
 
 #include "decode_lean.cuh"
+#include "decode_locate.cuh"
 #include "device.h"
 #include "launch.h"
 
