@@ -44,8 +44,8 @@ struct DecodeArgs {
   int table_width;
   int num_pages;  // contiguous: 1
 
-  float scale_log2;  // scale * log2(e), at least kSmallestScale
-  float softcap;     // 0: none
+  float scale_log2;         // scale * log2(e), at least kSmallestScale
+  float softcap;            // 0: none
   const float* key_scales;  // null: a 16-bit cache
   const float* value_scales;
   int key_scale_page, value_scale_page;  // from page to page; 0: all pages share them

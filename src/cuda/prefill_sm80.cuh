@@ -48,22 +48,22 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
     const auto find_tile = [&](int from) {
       return Featured ? block.finder.from(from, params, block.features) : from;
     };
+    int tile = find_tile(block.keys.begin / kBlockKv);
+    TileCursor<Kernel, !Featured> keys(block.k, params.k.seq, tile);
+    TileCursor<Kernel, !Featured> values(block.v, params.v.seq, tile);
     const auto load_k = [&](uint32_t buffer, int tile) {
       if (tile < block.finder.end()) {
-        load_rows<Kernel, kBlockKv>(buffer, block.k, params.k.seq, problem.head_dim,
-                                    tile * kBlockKv, block.keys);
+        keys.load(buffer, block.k, params.k.seq, problem.head_dim, tile, block.keys);
       }
       cp_async_commit();
     };
     const auto load_v = [&](uint32_t buffer, int tile) {
       if (tile < block.finder.end()) {
-        load_rows<Kernel, kBlockKv>(buffer, block.v, params.v.seq, problem.value_dim,
-                                    tile * kBlockKv, block.keys);
+        values.load(buffer, block.v, params.v.seq, problem.value_dim, tile, block.keys);
       }
       cp_async_commit();
     };
 
-    int tile = find_tile(block.keys.begin / kBlockKv);
     load_rows<Kernel, kBlockQ>(
         q_smem,
         static_cast<const T*>(params.q.data) + params.q.offset(block.sequence.batch, 0, block.head),
@@ -76,6 +76,8 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
     const QueryOperand<Kernel> query(q_smem);
     if constexpr (kQueryInRegisters) __syncthreads();
     load_v(buffers + ring.v(), tile);
+    // Read behind the loop's first barrier.
+    block.template find_tiles<kBlockQ, Kernel::kWarpRows>();
 
     while (tile < block.finder.end()) {
       if constexpr (Featured) {
@@ -83,27 +85,21 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
         block.next_tile[opaque_thread() / 32] = find_tile(tile + 1);
       }
       const auto next = [&] { return Featured ? block.next_tile[opaque_thread() / 32] : tile + 1; };
-      const auto first_key_of_tile = [&] {
-        int first_key = (Featured ? block.tile[opaque_thread() / 32] : tile) * kBlockKv;
-        opaque(first_key);  // else sums with it are kept in registers
-        return first_key;
-      };
+      const auto this_tile = [&] { return Featured ? block.tile[opaque_thread() / 32] : tile; };
 
       cp_async_wait<1>();  // all but V: K, and Q before the first tile
       __syncthreads();     // for all threads; and nobody reads the free buffer any more
       load_k(buffers + ring.free(), next());
 
       const int thread = opaque_thread();
-      const WarpRows rows = rows_of_warp<Kernel>(block, thread);
-      const int first_key = first_key_of_tile();
-      const bool in_window = rows.any() && block.sequence.any_seen(rows.first, rows.last, first_key,
-                                                                   first_key + kBlockKv - 1);
+      const bool in_window = block.seen_by_warp[thread / 32].any.has(this_tile());
       ScoreBits<kRowBlocks> bits;
       if constexpr (Featured) {
         bits.see_nothing();
         if (in_window) {
+          const WarpRows rows = rows_of_warp<Kernel>(block, thread);
           look_at_tile(bits, params, block.features, block.finder.warp_segments[thread / 32],
-                       FragmentPlace(rows.first, rows.last, first_key, thread % 32));
+                       FragmentPlace(rows.first, rows.last, this_tile() * kBlockKv, thread % 32));
         }
       }
       const auto is_visible = [&] { return Featured ? bits.any() : in_window; };
@@ -115,7 +111,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
           typename Kernel::Scores s = {};
           const int thread = opaque_thread();
           multiply_keys<Kernel>(s, query, buffers + ring.k(), thread);
-          finish_scores<Kernel, Featured>(s, block, args, bits, first_key_of_tile(), thread);
+          finish_scores<Kernel, Featured>(s, block, args, bits, this_tile(), thread);
           const bool exact = softmax.exact();
           if (exact) {
             float factor[2 * kRowBlocks];
@@ -125,9 +121,9 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
         } while (!done);
 
       cp_async_wait<1>();  // all but the next K: V
-      if (may_hide_keys<Kernel, Featured>(block, first_key_of_tile()) &&
+      if (may_hide_keys<Featured>(block, this_tile()) &&
           remove_not_finite<Kernel>(buffers + ring.v())) {
-        block.note_removed(first_key_of_tile() / kBlockKv);
+        block.note_removed(this_tile());
       }
       __syncthreads();  // for all threads; and nobody reads K any more
       load_v(buffers + ring.k(), next());

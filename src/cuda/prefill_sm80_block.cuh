@@ -24,6 +24,12 @@ struct PrefillArgsSm80 {
   bool query_stays;  // in shared memory, else it comes again with each key tile
 };
 
+// Tiles of keys, as some rows see them.
+struct SeenTiles {
+  Range any;  // some row sees some key
+  Range all;  // every row sees every key
+};
+
 // What a block works on. It lies in shared memory: the main loop has no
 // registers to spare.
 template <class T>
@@ -35,6 +41,8 @@ struct PrefillBlockSm80 {
   const T *k, *v;
   HeadFeatures features;
   TileFinder finder;
+  SeenTiles seen_by_warp[8];  // apart from masks and segments
+  Range seen_by_block;        // tiles of which all rows see every key
   Range removed;              // from the first to the last tile that remove_not_finite() changed
   int tile[8], next_tile[8];  // a copy for each warp, so that none waits for another to read it
 
@@ -71,6 +79,30 @@ struct PrefillBlockSm80 {
     atomicMax(&removed.end, tile + 1);
   }
 
+  // The window is a band of diagonals, so each is one range of tiles.
+  __device__ SeenTiles tiles_seen(int first, int last) const {
+    SeenTiles seen = {};
+    const Range any = sequence.keys_seen_by(first, last);
+    if (first <= last && any.begin < any.end) {
+      seen.any = {any.begin / kPrefillBlockKv, (any.end + kPrefillBlockKv - 1) / kPrefillBlockKv};
+    }
+    const Range all = sequence.keys_seen_by_all(first, last);
+    const int begin = (all.begin + kPrefillBlockKv - 1) / kPrefillBlockKv;
+    seen.all = {begin, max(begin, all.end / kPrefillBlockKv)};
+    return seen;
+  }
+
+  // By all warps, after fill() and before a barrier.
+  template <int BlockQ, int WarpRows>
+  __device__ void find_tiles() {
+    const int rows_end = min(first_row + BlockQ, sequence.q_len);
+    if (threadIdx.x % 32 == 0) {
+      const int warp = threadIdx.x / 32, first = first_row + warp * WarpRows;
+      seen_by_warp[warp] = tiles_seen(first, min(first + WarpRows, rows_end) - 1);
+    }
+    if (threadIdx.x == 0) seen_by_block = tiles_seen(first_row, rows_end - 1).all;
+  }
+
   // By all warps, after fill().
   template <int BlockQ, int WarpRows>
   __device__ void find_segments() {
@@ -104,13 +136,10 @@ __device__ __forceinline__ WarpRows rows_of_warp(const PrefillBlockSm80<typename
 
 // Whether some row of the block does not see some key of the tile, as far as can be told without a
 // look at masks and segments.
-template <class Kernel, bool Featured>
-__device__ __forceinline__ bool may_hide_keys(const PrefillBlockSm80<typename Kernel::T>& block,
-                                              int first_key) {
+template <bool Featured, class T>
+__device__ __forceinline__ bool may_hide_keys(const PrefillBlockSm80<T>& block, int tile) {
   if (Featured && (block.features.mask || block.features.key_segments)) return true;
-  const int last_row = min(block.first_row + Kernel::kBlockQ, block.sequence.q_len) - 1;
-  return !block.sequence.all_seen(block.first_row, last_row, first_key,
-                                  first_key + Kernel::kBlockKv - 1);
+  return !block.seen_by_block.has(tile);
 }
 
 // Adds what remove_not_finite() took out to just the rows that see it. Rare, so from memory. A tile
@@ -165,18 +194,18 @@ template <class Kernel, bool Featured>
 __device__ __forceinline__ void finish_scores(typename Kernel::Scores& s,
                                               const PrefillBlockSm80<typename Kernel::T>& block,
                                               const PrefillArgsSm80& args,
-                                              const ScoreBits<Kernel::kRowBlocks>& bits,
-                                              int first_key, int thread) {
-  const WarpRows rows = rows_of_warp<Kernel>(block, thread);
-  const int last_key = first_key + Kernel::kBlockKv - 1;
-  const FragmentPlace place(rows.first, rows.last, first_key, thread % 32);
+                                              const ScoreBits<Kernel::kRowBlocks>& bits, int tile,
+                                              int thread) {
+  const auto place = [&] {
+    const int again = opaque_thread();  // `thread` is not kept over the products
+    const WarpRows rows = rows_of_warp<Kernel>(block, again);
+    return FragmentPlace(rows.first, rows.last, tile * Kernel::kBlockKv, again % 32);
+  };
   if constexpr (Featured) {
-    shape_scores(s, args.params, args.scale, block.features, block.sequence.shift, place);
+    shape_scores(s, args.params, args.scale, block.features, block.sequence.shift, place());
     bits.apply(s);
   }
-  if (!block.sequence.all_seen(rows.first, rows.last, first_key, last_key)) {
-    mask_window(s, block.sequence, place);
-  }
+  if (!block.seen_by_warp[thread / 32].all.has(tile)) mask_window(s, block.sequence, place());
 }
 
 // Ends the softmax of a lane's rows, and writes their lse.
