@@ -4,13 +4,15 @@
 // A block computes block_q query rows of one head, each warp 16 or 32 of them,
 // over key tiles from the first visible to the last. K and V tiles rotate
 // through three shared-memory buffers filled by cp.async: while one is
-// multiplied the next is arriving and the third is being filled.
+// multiplied the next is arriving and the third is being filled. Where memory
+// allows, they come in pairs, one multiplied while the other arrives.
 #ifndef FLASHATTN_CUDA_PREFILL_SM80_CUH_
 #define FLASHATTN_CUDA_PREFILL_SM80_CUH_
 
 #include <climits>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "device.h"
 #include "params.h"
@@ -43,7 +45,8 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
   if (block.keys.begin < block.keys.end) {
     const uint32_t q_smem = shared_address(smem);
     const uint32_t buffers = q_smem + (kQueryInRegisters ? 0 : Kernel::kQueryBytes);
-    BufferRing<Kernel> ring;
+    constexpr bool kPairs = Kernel::kTile.buffers == 4;
+    std::conditional_t<kPairs, BufferPairs<Kernel>, BufferRing<Kernel>> ring;
 
     const auto find_tile = [&](int from) {
       return Featured ? block.finder.from(from, params, block.features) : from;
@@ -87,9 +90,19 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
       const auto next = [&] { return Featured ? block.next_tile[opaque_thread() / 32] : tile + 1; };
       const auto this_tile = [&] { return Featured ? block.tile[opaque_thread() / 32] : tile; };
 
-      cp_async_wait<1>();  // all but V: K, and Q before the first tile
-      __syncthreads();     // for all threads; and nobody reads the free buffer any more
-      load_k(buffers + ring.free(), next());
+      const auto take_values = [&] {
+        if (may_hide_keys<Featured>(block, this_tile()) &&
+            remove_not_finite<Kernel>(buffers + ring.v())) {
+          block.note_removed(this_tile());
+        }
+      };
+
+      // K, with V if they come in pairs, and Q before the first tile.
+      cp_async_wait<kPairs ? 0 : 1>();
+      if constexpr (kPairs) take_values();
+      __syncthreads();  // for all threads; and nobody reads what is filled next any more
+      load_k(buffers + ring.next_k(), next());
+      if constexpr (kPairs) load_v(buffers + ring.next_v(), next());
 
       const int thread = opaque_thread();
       const bool in_window = block.seen_by_warp[thread / 32].any.has(this_tile());
@@ -120,13 +133,12 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
           done = softmax.weigh(s, p_regs, exact);
         } while (!done);
 
-      cp_async_wait<1>();  // all but the next K: V
-      if (may_hide_keys<Featured>(block, this_tile()) &&
-          remove_not_finite<Kernel>(buffers + ring.v())) {
-        block.note_removed(this_tile());
+      if constexpr (!kPairs) {
+        cp_async_wait<1>();  // all but the next K: V
+        take_values();
+        __syncthreads();  // for all threads; and nobody reads K any more
+        load_v(buffers + ring.next_v(), next());
       }
-      __syncthreads();  // for all threads; and nobody reads K any more
-      load_v(buffers + ring.k(), next());
       if (is_visible()) {
         accumulate_values<Kernel>(o, p_regs, buffers + ring.v(), problem.value_dim,
                                   opaque_thread() % 32);

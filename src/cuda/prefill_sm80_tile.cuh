@@ -165,6 +165,8 @@ class BufferRing {
   __device__ int k() const { return k_; }
   __device__ int v() const { return k_ == kLast ? 0 : k_ + kSize; }
   __device__ int free() const { return k_ == 0 ? kLast : k_ - kSize; }
+  __device__ int next_k() const { return free(); }
+  __device__ int next_v() const { return k_; }
   // K goes to the free buffer, V to K's.
   __device__ void rotate() { k_ = free(); }
   // In pieces, which follow each other alone: K, V and free are the piece in use, the next, and the
@@ -174,6 +176,21 @@ class BufferRing {
  private:
   static constexpr int kSize = Kernel::kBufferBytes, kLast = 2 * kSize;
   int k_ = kLast;
+};
+
+// Four buffers: K and V are multiplied while the next pair arrives.
+template <class Kernel>
+class BufferPairs {
+ public:
+  __device__ int k() const { return pair_; }
+  __device__ int v() const { return pair_ + kSize; }
+  __device__ int next_k() const { return 2 * kSize - pair_; }
+  __device__ int next_v() const { return 3 * kSize - pair_; }
+  __device__ void rotate() { pair_ = next_k(); }
+
+ private:
+  static constexpr int kSize = Kernel::kBufferBytes;
+  int pair_ = 0;
 };
 
 // The A operands of a warp's query rows: kept in registers, or read again at
