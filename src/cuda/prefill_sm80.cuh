@@ -12,7 +12,6 @@
 #include <climits>
 #include <cstdint>
 #include <string>
-#include <type_traits>
 
 #include "device.h"
 #include "params.h"
@@ -35,7 +34,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
 
   const PrefillParams& params = args.params;
   const Problem& problem = params.problem;
-  if (threadIdx.x == 0) block.fill(args, kBlockQ, blockIdx.x);
+  if (threadIdx.x % 32 == 0) block.template fill<Featured>(args, kBlockQ, blockIdx.x);
   __syncthreads();
   if constexpr (Featured) block.template find_segments<kBlockQ, Kernel::kWarpRows>();
 
@@ -45,13 +44,18 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
   if (block.keys.begin < block.keys.end) {
     const uint32_t q_smem = shared_address(smem);
     const uint32_t buffers = q_smem + (kQueryInRegisters ? 0 : Kernel::kQueryBytes);
-    constexpr bool kPairs = Kernel::kTile.buffers == 4;
-    std::conditional_t<kPairs, BufferPairs<Kernel>, BufferRing<Kernel>> ring;
-
     const auto find_tile = [&](int from) {
       return Featured ? block.finder.from(from, params, block.features) : from;
     };
     int tile = find_tile(block.keys.begin / kBlockKv);
+    constexpr bool kPairs = Kernel::kTile.buffers == 4;
+    auto ring = [&] {
+      if constexpr (kPairs) {
+        return BufferPairs<Kernel>(tile);
+      } else {
+        return BufferRing<Kernel>();
+      }
+    }();
     TileCursor<Kernel, !Featured> keys(block.k, params.k.seq, tile);
     TileCursor<Kernel, !Featured> values(block.v, params.v.seq, tile);
     const auto load_k = [&](uint32_t buffer, int tile) {
@@ -124,7 +128,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
           typename Kernel::Scores s = {};
           const int thread = opaque_thread();
           multiply_keys<Kernel>(s, query, buffers + ring.k(), thread);
-          finish_scores<Kernel, Featured>(s, block, args, bits, this_tile(), thread);
+          finish_scores<Kernel, Featured>(s, block, args, bits, this_tile());
           const bool exact = softmax.exact();
           if (exact) {
             float factor[2 * kRowBlocks];
@@ -198,8 +202,14 @@ Status launch_prefill_sm80(const PrefillParams& params, const Device& device, cu
     return {"prefill: too many query tiles for one launch, got " + std::to_string(blocks)};
   }
 
-  PrefillArgsSm80 args{params, make_score_scale(params.scores, params.features),
-                       static_cast<int>(q_tiles), value_groups, false};
+  PrefillArgsSm80 args{params,
+                       make_score_scale(params.scores, params.features),
+                       static_cast<int>(q_tiles),
+                       FastDivisor(kHeadsOfSection * static_cast<int>(q_tiles)),
+                       FastDivisor(problem.q_heads),
+                       FastDivisor(problem.group()),
+                       value_groups,
+                       false};
   const bool featured = params.features.any_mask_or_bias() || params.scores.softcap > 0.0;
   Launch what{};
   what.kernel_name = "prefill_sm80";

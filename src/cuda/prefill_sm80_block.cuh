@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "fast_divisor.cuh"
 #include "mask.cuh"
 #include "params.h"
 #include "prefill_sm80_tile.cuh"
@@ -15,10 +16,14 @@
 
 namespace flashattn {
 
+// The blocks of so many heads come together, so that the L2 cache holds their K and V.
+constexpr int kHeadsOfSection = 8;
+
 struct PrefillArgsSm80 {
   PrefillParams params;
   ScoreScale scale;
   int q_tiles;
+  FastDivisor section_tiles, q_heads, group;
   // Of wide head dims:
   int value_groups;  // blocks that share a tile of rows, each with value columns of its own
   bool query_stays;  // in shared memory, else it comes again with each key tile
@@ -46,32 +51,46 @@ struct PrefillBlockSm80 {
   Range removed;              // from the first to the last tile that remove_not_finite() changed
   int tile[8], next_tile[8];  // a copy for each warp, so that none waits for another to read it
 
-  // Tiles in order of their index: sections of a few heads, whose K and V the
-  // L2 cache holds; within a section the last query rows of all its heads
-  // first, since with a causal mask they take longest.
-  __device__ void fill(const PrefillArgsSm80& args, int block_q, unsigned tile_index) {
-    constexpr unsigned kHeadsOfSection = 8;
+  // Tiles in order of their index: within a section the last query rows of
+  // all its heads first, since with a causal mask they take longest. By one lane of each
+  // warp: they share the work, which all wait for.
+  template <bool Featured>
+  __device__ void fill(const PrefillArgsSm80& args, int block_q, int tile_index) {
     const PrefillParams& params = args.params;
-    const unsigned q_heads = params.problem.q_heads;
-    const unsigned section = tile_index / (kHeadsOfSection * args.q_tiles);
+    const int section = divide(tile_index, args.section_tiles);
     const unsigned first_head = section * kHeadsOfSection;
-    const unsigned heads = min(kHeadsOfSection, params.problem.batch * q_heads - first_head);
+    const unsigned all_heads = params.problem.batch * params.problem.q_heads;
+    const unsigned heads = min(unsigned{kHeadsOfSection}, all_heads - first_head);
     const unsigned index = tile_index - first_head * args.q_tiles;
-    const unsigned batch_head = first_head + index % heads;
-    const int batch = batch_head / q_heads;
-    head = batch_head % q_heads;
-    first_row = (args.q_tiles - 1 - index / heads) * block_q;
-    sequence = Sequence(params, batch);
-    removed = {INT_MAX, 0};
-    keys = {0, 0};
-    if (first_row < sequence.q_len) {
-      keys = sequence.keys_seen_by(first_row, min(first_row + block_q, sequence.q_len) - 1);
+    // Most sections are whole, and need no division.
+    const unsigned q_tile = heads == kHeadsOfSection ? index / kHeadsOfSection : index / heads;
+    const int batch_head = first_head + index - q_tile * heads;
+    const int batch = divide(batch_head, args.q_heads);
+    const int q_head = batch_head - batch * params.problem.q_heads;
+    switch (threadIdx.x / 32) {
+      case 0:
+        head = q_head;
+        first_row = (args.q_tiles - 1 - q_tile) * block_q;
+        sequence = Sequence(params, batch);
+        removed = {INT_MAX, 0};
+        keys = {0, 0};
+        if (first_row < sequence.q_len) {
+          keys = sequence.keys_seen_by(first_row, min(first_row + block_q, sequence.q_len) - 1);
+        }
+        finder.start((keys.end + kPrefillBlockKv - 1) / kPrefillBlockKv);
+        break;
+      case 1:
+        k = static_cast<const T*>(params.k.data) +
+            params.k.offset(batch, 0, divide(q_head, args.group));
+        break;
+      case 2:
+        v = static_cast<const T*>(params.v.data) +
+            params.v.offset(batch, 0, divide(q_head, args.group));
+        break;
+      case 3:
+        if constexpr (Featured) features.fill(params.features, batch, q_head);
+        break;
     }
-    finder.start((keys.end + kPrefillBlockKv - 1) / kPrefillBlockKv);
-    const int kv_head = head / params.problem.group();
-    k = static_cast<const T*>(params.k.data) + params.k.offset(batch, 0, kv_head);
-    v = static_cast<const T*>(params.v.data) + params.v.offset(batch, 0, kv_head);
-    features.fill(params.features, batch, head);
   }
 
   __device__ void note_removed(int tile) {
@@ -194,18 +213,21 @@ template <class Kernel, bool Featured>
 __device__ __forceinline__ void finish_scores(typename Kernel::Scores& s,
                                               const PrefillBlockSm80<typename Kernel::T>& block,
                                               const PrefillArgsSm80& args,
-                                              const ScoreBits<Kernel::kRowBlocks>& bits, int tile,
-                                              int thread) {
+                                              const ScoreBits<Kernel::kRowBlocks>& bits, int tile) {
   const auto place = [&] {
-    const int again = opaque_thread();  // `thread` is not kept over the products
-    const WarpRows rows = rows_of_warp<Kernel>(block, again);
-    return FragmentPlace(rows.first, rows.last, tile * Kernel::kBlockKv, again % 32);
+    const int thread = opaque_thread();
+    const WarpRows rows = rows_of_warp<Kernel>(block, thread);
+    int first_key = tile * Kernel::kBlockKv;
+    opaque(first_key);  // else sums with it are kept in registers
+    return FragmentPlace(rows.first, rows.last, first_key, thread % 32);
   };
   if constexpr (Featured) {
     shape_scores(s, args.params, args.scale, block.features, block.sequence.shift, place());
     bits.apply(s);
   }
-  if (!block.seen_by_warp[thread / 32].all.has(tile)) mask_window(s, block.sequence, place());
+  if (!block.seen_by_warp[opaque_thread() / 32].all.has(tile)) {
+    mask_window(s, block.sequence, place());
+  }
 }
 
 // Ends the softmax of a lane's rows, and writes their lse.

@@ -178,19 +178,21 @@ class BufferRing {
   int k_ = kLast;
 };
 
-// Four buffers: K and V are multiplied while the next pair arrives.
+// Four buffers: K and V are multiplied while the next pair arrives. Which pair's turn it is follows
+// from a count of tiles; where that is the tile's own index, it costs no register.
 template <class Kernel>
 class BufferPairs {
  public:
-  __device__ int k() const { return pair_; }
-  __device__ int v() const { return pair_ + kSize; }
-  __device__ int next_k() const { return 2 * kSize - pair_; }
-  __device__ int next_v() const { return 3 * kSize - pair_; }
-  __device__ void rotate() { pair_ = next_k(); }
+  __device__ explicit BufferPairs(int first_tile) : turn_(first_tile) {}
+  __device__ int k() const { return (turn_ & 1) * 2 * kSize; }
+  __device__ int v() const { return k() + kSize; }
+  __device__ int next_k() const { return 2 * kSize - k(); }
+  __device__ int next_v() const { return next_k() + kSize; }
+  __device__ void rotate() { ++turn_; }
 
  private:
   static constexpr int kSize = Kernel::kBufferBytes;
-  int pair_ = 0;
+  int turn_;
 };
 
 // The A operands of a warp's query rows: kept in registers, or read again at

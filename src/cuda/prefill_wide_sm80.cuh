@@ -123,7 +123,9 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
   const auto has_part = [&](int part) {
     return first_value_column + part * kWidePieceColumns < problem.value_dim;
   };
-  if (threadIdx.x == 0) block.fill(args, kBlockQ, blockIdx.x / args.value_groups);
+  if (threadIdx.x % 32 == 0) {
+    block.template fill<Featured>(args, kBlockQ, blockIdx.x / args.value_groups);
+  }
   __syncthreads();
   block.template find_tiles<kBlockQ, Kernel::kWarpRows>();
   __syncthreads();
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
 
       typename Kernel::Probabilities p_regs;
       if (is_visible) {
-        finish_scores<Kernel, Featured>(s, block, args, bits, tile, threadIdx.x);
+        finish_scores<Kernel, Featured>(s, block, args, bits, tile);
         // Always the exact way, since the pieces of K are gone.
         float factor[2];
         if (softmax.raise(s, factor)) {
