@@ -19,18 +19,29 @@ list(JOIN GENERIC_HEAD_DIMS ", " generic_head_dims)
 configure_file(cmake/instances.h.in "${generated}/instances.h")
 
 set(kernel_objects)
-# cuda_kernel(name PARAMS struct ARCHITECTURES list HEAD_DIMS list): instantiates launch_<name><T, HeadDim>
+# cuda_kernel(name PARAMS struct ARCHITECTURES list HEAD_DIMS list): instantiates launch_<name><T, HeadDim>;
+# without HEAD_DIMS launch_<name><T>, in one unit.
 function(cuda_kernel name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "PARAMS" "ARCHITECTURES;HEAD_DIMS")
   set(sources)
+  set(KERNEL ${name})
+  if(NOT arg_HEAD_DIMS)
+    set(arg_HEAD_DIMS ALL)
+  endif()
   foreach(HEAD_DIM IN LISTS arg_HEAD_DIMS)
-    set(KERNEL ${name})
+    if(HEAD_DIM STREQUAL ALL)
+      set(unit ${name})
+      set(head_dim_argument)
+    else()
+      set(unit ${name}_${HEAD_DIM})
+      set(head_dim_argument ", ${HEAD_DIM}")
+    endif()
     set(INSTANCES)
     foreach(DTYPE IN LISTS DTYPES)
-      string(APPEND INSTANCES "template Status launch_${name}<${DTYPE}, ${HEAD_DIM}>(const ${arg_PARAMS}&, "
+      string(APPEND INSTANCES "template Status launch_${name}<${DTYPE}${head_dim_argument}>(const ${arg_PARAMS}&, "
                               "const Device&, cudaStream_t);\n")
     endforeach()
-    set(source "${generated}/${name}_${HEAD_DIM}.cu")
+    set(source "${generated}/${unit}.cu")
     configure_file(cmake/instantiate.cu.in "${source}")
     list(APPEND sources "${source}")
   endforeach()
@@ -48,6 +59,7 @@ cuda_kernel(prefill_sm90 PARAMS PrefillParams ARCHITECTURES ${HOPPER_ARCHITECTUR
 cuda_kernel(backward_sm80 PARAMS BackwardParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${GENERIC_HEAD_DIMS})
 cuda_kernel(backward_sm90 PARAMS BackwardParams ARCHITECTURES ${HOPPER_ARCHITECTURES} HEAD_DIMS ${BACKWARD_SM90_HEAD_DIMS})
 cuda_kernel(decode PARAMS DecodeParams ARCHITECTURES ${GENERIC_ARCHITECTURES} HEAD_DIMS ${GENERIC_HEAD_DIMS})
+cuda_kernel(decode_combine PARAMS DecodeArgs ARCHITECTURES ${GENERIC_ARCHITECTURES})
 cuda_kernel(decode_latent_sm90 PARAMS DecodeParams ARCHITECTURES ${HOPPER_ARCHITECTURES} HEAD_DIMS 576)
 
 # Tests of the Hopper building blocks.

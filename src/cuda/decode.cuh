@@ -8,8 +8,8 @@
 
 #include <string>
 
-#include "decode_combine.cuh"
 #include "decode_lean.cuh"
+#include "decode_locate.cuh"
 #include "device.h"
 #include "launch.h"
 
@@ -232,6 +232,10 @@ __global__ void __launch_bounds__(32 * kDecodeMaxWarps, decode_blocks_per_sm<Sha
 
 // ---- Host
 
+// decode_combine.cuh, which a unit of its own compiles for all head dims.
+template <class T>
+Status launch_decode_combine(const DecodeArgs& args, const Device& device, cudaStream_t stream);
+
 inline Status launch_kernel(const char* name, const void* kernel, dim3 grid, const void* args,
                             const DecodePlan& plan, const Device& device, cudaStream_t stream) {
   Launch what;
@@ -245,19 +249,6 @@ inline Status launch_kernel(const char* name, const void* kernel, dim3 grid, con
   return launch(what, kernel_args, device, stream);
 }
 
-template <class T, bool ByteCache>
-Status launch_combine(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
-  Launch combine;
-  combine.kernel_name = "decode_combine";
-  combine.kernel = reinterpret_cast<const void*>(&decode_combine_kernel<T, ByteCache>);
-  combine.grid = dim3(static_cast<unsigned>(args.batch) * args.kv_heads * args.query_rows /
-                      combined_rows(args.extra_blocks, args.query_rows));
-  combine.threads = kCombineThreads;
-  combine.shared_memory = 0;
-  void* kernel_args[] = {const_cast<DecodeArgs*>(&args)};
-  return launch(combine, kernel_args, device, stream);
-}
-
 template <class Shape>
 Status launch_decode_shape(const DecodeParams& params, const DecodePlan& plan, const Device& device,
                            cudaStream_t stream) {
@@ -268,7 +259,7 @@ Status launch_decode_shape(const DecodeParams& params, const DecodePlan& plan, c
       "decode", reinterpret_cast<const void*>(&decode_kernel<Shape>),
       dim3(sequences * plan.row_blocks, problem.kv_heads), &args, plan, device, stream);
   if (!status.ok() || !plan.combines()) return status;
-  return launch_combine<typename Shape::Element, Shape::kByteCache>(args, device, stream);
+  return launch_decode_combine<typename Shape::Element>(args, device, stream);
 }
 
 template <class Shape, int Warps, int Cluster>
@@ -313,7 +304,7 @@ Status launch_decode_lean(const DecodeParams& params, const DecodePlan& plan, co
   const LeanArgs lean = lean_args(params, plan, args);
   const Status status = launch_kernel("decode_lean", kernel, grid, &lean, plan, device, stream);
   if (!status.ok() || !plan.combines()) return status;
-  return launch_combine<typename Shape::Element, false>(args, device, stream);
+  return launch_decode_combine<typename Shape::Element>(args, device, stream);
 }
 
 template <class Shape>

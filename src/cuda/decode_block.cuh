@@ -44,9 +44,9 @@ struct DecodeArgs {
   int table_width;
   int num_pages;  // contiguous: 1
 
-  float scale_log2;  // scale * log2(e), at least kSmallestScale
-  float softcap;     // 0: none
-  const float* key_scales;
+  float scale_log2;         // scale * log2(e), at least kSmallestScale
+  float softcap;            // 0: none
+  const float* key_scales;  // null: a 16-bit cache
   const float* value_scales;
   int key_scale_page, value_scale_page;  // from page to page; 0: all pages share them
 
@@ -169,7 +169,7 @@ inline DecodeArgs decode_args(const DecodeParams& params, const DecodePlan& plan
   args.num_pages = params.page_table ? params.num_pages : 1;
   args.scale_log2 = std::max(static_cast<float>(params.scores.scale * kLog2e), kSmallestScale);
   args.softcap = static_cast<float>(params.scores.softcap);
-  args.key_scales = params.key_scale.data;
+  args.key_scales = width == 1 ? params.key_scale.data : nullptr;
   args.value_scales = params.value_scale.data;
   args.key_scale_page = from_page_to_page(params.key_scale);
   args.value_scale_page = from_page_to_page(params.value_scale);

@@ -4,6 +4,8 @@
 
 #include "decode_locate.cuh"
 #include "decode_merge.cuh"
+#include "device.h"
+#include "launch.h"
 
 namespace flashattn {
 
@@ -91,6 +93,21 @@ __global__ void __launch_bounds__(kCombineThreads)
     }
     __syncthreads();
   }
+}
+
+template <class T>
+Status launch_decode_combine(const DecodeArgs& args, const Device& device, cudaStream_t stream) {
+  Launch combine;
+  combine.kernel_name = "decode_combine";
+  combine.kernel = args.key_scales
+                       ? reinterpret_cast<const void*>(&decode_combine_kernel<T, true>)
+                       : reinterpret_cast<const void*>(&decode_combine_kernel<T, false>);
+  combine.grid = dim3(static_cast<unsigned>(args.batch) * args.kv_heads * args.query_rows /
+                      combined_rows(args.extra_blocks, args.query_rows));
+  combine.threads = kCombineThreads;
+  combine.shared_memory = 0;
+  void* kernel_args[] = {const_cast<DecodeArgs*>(&args)};
+  return launch(combine, kernel_args, device, stream);
 }
 
 }  // namespace flashattn

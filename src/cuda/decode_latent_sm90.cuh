@@ -98,7 +98,7 @@ Status launch_latent_plan(const DecodeParams& params, const DecodePlan& plan, co
   void* kernel_args[] = {&map, const_cast<DecodeArgs*>(&args)};
   const Status status = launch(what, kernel_args, device, stream);
   if (!status.ok() || !plan.combines()) return status;
-  return launch_combine<T, false>(args, device, stream);
+  return launch_decode_combine<T>(args, device, stream);
 }
 
 // For calls that latent_refusal() has no objection to.

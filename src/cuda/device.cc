@@ -38,10 +38,10 @@ cudaError_t look_up(int ordinal, Device* device) {
   return cudaSuccess;
 }
 
-// The limit is 48 KB until a kernel asks for more, on each device anew. What L1 would keep of an
-// SM's memory is better used for the shared memory of another block.
+// The limit is 48 KB, less a kernel's static memory, until it asks for more, on each device anew.
+// What L1 would keep of an SM's memory is better used for the shared memory of another block.
 Status configure_shared_memory(const Launch& what, const Device& device) {
-  constexpr int kDefaultLimit = 48 * 1024;
+  constexpr int kDefaultLimit = 46 * 1024;  // none that has dynamic memory has 2 KB of static
   if (what.shared_memory == 0) return {};
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, int> limits;

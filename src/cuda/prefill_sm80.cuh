@@ -4,7 +4,8 @@
 // A block computes block_q query rows of one head, each warp 16 or 32 of them,
 // over key tiles from the first visible to the last. K and V tiles rotate
 // through three shared-memory buffers filled by cp.async: while one is
-// multiplied the next is arriving and the third is being filled.
+// multiplied the next is arriving and the third is being filled. Where memory
+// allows, they come in pairs, one multiplied while the other arrives.
 #ifndef FLASHATTN_CUDA_PREFILL_SM80_CUH_
 #define FLASHATTN_CUDA_PREFILL_SM80_CUH_
 
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
 
   const PrefillParams& params = args.params;
   const Problem& problem = params.problem;
-  if (threadIdx.x == 0) block.fill(args, kBlockQ, blockIdx.x);
+  if (threadIdx.x % 32 == 0) block.template fill<Featured>(args, kBlockQ, blockIdx.x);
   __syncthreads();
   if constexpr (Featured) block.template find_segments<kBlockQ, Kernel::kWarpRows>();
 
@@ -43,27 +44,33 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
   if (block.keys.begin < block.keys.end) {
     const uint32_t q_smem = shared_address(smem);
     const uint32_t buffers = q_smem + (kQueryInRegisters ? 0 : Kernel::kQueryBytes);
-    BufferRing<Kernel> ring;
-
     const auto find_tile = [&](int from) {
       return Featured ? block.finder.from(from, params, block.features) : from;
     };
+    int tile = find_tile(block.keys.begin / kBlockKv);
+    constexpr bool kPairs = Kernel::kTile.buffers == 4;
+    auto ring = [&] {
+      if constexpr (kPairs) {
+        return BufferPairs<Kernel>(tile);
+      } else {
+        return BufferRing<Kernel>();
+      }
+    }();
+    TileCursor<Kernel, !Featured> keys(block.k, params.k.seq, tile);
+    TileCursor<Kernel, !Featured> values(block.v, params.v.seq, tile);
     const auto load_k = [&](uint32_t buffer, int tile) {
       if (tile < block.finder.end()) {
-        load_rows<Kernel, kBlockKv>(buffer, block.k, params.k.seq, problem.head_dim,
-                                    tile * kBlockKv, block.keys);
+        keys.load(buffer, block.k, params.k.seq, problem.head_dim, tile, block.keys);
       }
       cp_async_commit();
     };
     const auto load_v = [&](uint32_t buffer, int tile) {
       if (tile < block.finder.end()) {
-        load_rows<Kernel, kBlockKv>(buffer, block.v, params.v.seq, problem.value_dim,
-                                    tile * kBlockKv, block.keys);
+        values.load(buffer, block.v, params.v.seq, problem.value_dim, tile, block.keys);
       }
       cp_async_commit();
     };
 
-    int tile = find_tile(block.keys.begin / kBlockKv);
     load_rows<Kernel, kBlockQ>(
         q_smem,
         static_cast<const T*>(params.q.data) + params.q.offset(block.sequence.batch, 0, block.head),
@@ -76,6 +83,8 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
     const QueryOperand<Kernel> query(q_smem);
     if constexpr (kQueryInRegisters) __syncthreads();
     load_v(buffers + ring.v(), tile);
+    // Read behind the loop's first barrier.
+    block.template find_tiles<kBlockQ, Kernel::kWarpRows>();
 
     while (tile < block.finder.end()) {
       if constexpr (Featured) {
@@ -83,27 +92,31 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
         block.next_tile[opaque_thread() / 32] = find_tile(tile + 1);
       }
       const auto next = [&] { return Featured ? block.next_tile[opaque_thread() / 32] : tile + 1; };
-      const auto first_key_of_tile = [&] {
-        int first_key = (Featured ? block.tile[opaque_thread() / 32] : tile) * kBlockKv;
-        opaque(first_key);  // else sums with it are kept in registers
-        return first_key;
+      const auto this_tile = [&] { return Featured ? block.tile[opaque_thread() / 32] : tile; };
+
+      const auto take_values = [&] {
+        if (may_hide_keys<Featured>(block, this_tile()) &&
+            remove_not_finite<Kernel>(buffers + ring.v())) {
+          block.note_removed(this_tile());
+        }
       };
 
-      cp_async_wait<1>();  // all but V: K, and Q before the first tile
-      __syncthreads();     // for all threads; and nobody reads the free buffer any more
-      load_k(buffers + ring.free(), next());
+      // K, with V if they come in pairs, and Q before the first tile.
+      cp_async_wait<kPairs ? 0 : 1>();
+      if constexpr (kPairs) take_values();
+      __syncthreads();  // for all threads; and nobody reads what is filled next any more
+      load_k(buffers + ring.next_k(), next());
+      if constexpr (kPairs) load_v(buffers + ring.next_v(), next());
 
       const int thread = opaque_thread();
-      const WarpRows rows = rows_of_warp<Kernel>(block, thread);
-      const int first_key = first_key_of_tile();
-      const bool in_window = rows.any() && block.sequence.any_seen(rows.first, rows.last, first_key,
-                                                                   first_key + kBlockKv - 1);
+      const bool in_window = block.seen_by_warp[thread / 32].any.has(this_tile());
       ScoreBits<kRowBlocks> bits;
       if constexpr (Featured) {
         bits.see_nothing();
         if (in_window) {
+          const WarpRows rows = rows_of_warp<Kernel>(block, thread);
           look_at_tile(bits, params, block.features, block.finder.warp_segments[thread / 32],
-                       FragmentPlace(rows.first, rows.last, first_key, thread % 32));
+                       FragmentPlace(rows.first, rows.last, this_tile() * kBlockKv, thread % 32));
         }
       }
       const auto is_visible = [&] { return Featured ? bits.any() : in_window; };
@@ -115,7 +128,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
           typename Kernel::Scores s = {};
           const int thread = opaque_thread();
           multiply_keys<Kernel>(s, query, buffers + ring.k(), thread);
-          finish_scores<Kernel, Featured>(s, block, args, bits, first_key_of_tile(), thread);
+          finish_scores<Kernel, Featured>(s, block, args, bits, this_tile());
           const bool exact = softmax.exact();
           if (exact) {
             float factor[2 * kRowBlocks];
@@ -124,13 +137,12 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
           done = softmax.weigh(s, p_regs, exact);
         } while (!done);
 
-      cp_async_wait<1>();  // all but the next K: V
-      if (may_hide_keys<Kernel, Featured>(block, first_key_of_tile()) &&
-          remove_not_finite<Kernel>(buffers + ring.v())) {
-        block.note_removed(first_key_of_tile() / kBlockKv);
+      if constexpr (!kPairs) {
+        cp_async_wait<1>();  // all but the next K: V
+        take_values();
+        __syncthreads();  // for all threads; and nobody reads K any more
+        load_v(buffers + ring.next_v(), next());
       }
-      __syncthreads();  // for all threads; and nobody reads K any more
-      load_v(buffers + ring.k(), next());
       if (is_visible()) {
         accumulate_values<Kernel>(o, p_regs, buffers + ring.v(), problem.value_dim,
                                   opaque_thread() % 32);
@@ -190,8 +202,14 @@ Status launch_prefill_sm80(const PrefillParams& params, const Device& device, cu
     return {"prefill: too many query tiles for one launch, got " + std::to_string(blocks)};
   }
 
-  PrefillArgsSm80 args{params, make_score_scale(params.scores, params.features),
-                       static_cast<int>(q_tiles), value_groups, false};
+  PrefillArgsSm80 args{params,
+                       make_score_scale(params.scores, params.features),
+                       static_cast<int>(q_tiles),
+                       FastDivisor(kHeadsOfSection * static_cast<int>(q_tiles)),
+                       FastDivisor(problem.q_heads),
+                       FastDivisor(problem.group()),
+                       value_groups,
+                       false};
   const bool featured = params.features.any_mask_or_bias() || params.scores.softcap > 0.0;
   Launch what{};
   what.kernel_name = "prefill_sm80";

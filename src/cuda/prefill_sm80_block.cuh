@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "fast_divisor.cuh"
 #include "mask.cuh"
 #include "params.h"
 #include "prefill_sm80_tile.cuh"
@@ -15,13 +16,23 @@
 
 namespace flashattn {
 
+// The blocks of so many heads come together, so that the L2 cache holds their K and V.
+constexpr int kHeadsOfSection = 8;
+
 struct PrefillArgsSm80 {
   PrefillParams params;
   ScoreScale scale;
   int q_tiles;
+  FastDivisor section_tiles, q_heads, group;
   // Of wide head dims:
   int value_groups;  // blocks that share a tile of rows, each with value columns of its own
   bool query_stays;  // in shared memory, else it comes again with each key tile
+};
+
+// Tiles of keys, as some rows see them.
+struct SeenTiles {
+  Range any;  // some row sees some key
+  Range all;  // every row sees every key
 };
 
 // What a block works on. It lies in shared memory: the main loop has no
@@ -35,40 +46,80 @@ struct PrefillBlockSm80 {
   const T *k, *v;
   HeadFeatures features;
   TileFinder finder;
+  SeenTiles seen_by_warp[8];  // apart from masks and segments
+  Range seen_by_block;        // tiles of which all rows see every key
   Range removed;              // from the first to the last tile that remove_not_finite() changed
   int tile[8], next_tile[8];  // a copy for each warp, so that none waits for another to read it
 
-  // Tiles in order of their index: sections of a few heads, whose K and V the
-  // L2 cache holds; within a section the last query rows of all its heads
-  // first, since with a causal mask they take longest.
-  __device__ void fill(const PrefillArgsSm80& args, int block_q, unsigned tile_index) {
-    constexpr unsigned kHeadsOfSection = 8;
+  // Tiles in order of their index: within a section the last query rows of
+  // all its heads first, since with a causal mask they take longest. By one lane of each
+  // warp: they share the work, which all wait for.
+  template <bool Featured>
+  __device__ void fill(const PrefillArgsSm80& args, int block_q, int tile_index) {
     const PrefillParams& params = args.params;
-    const unsigned q_heads = params.problem.q_heads;
-    const unsigned section = tile_index / (kHeadsOfSection * args.q_tiles);
+    const int section = divide(tile_index, args.section_tiles);
     const unsigned first_head = section * kHeadsOfSection;
-    const unsigned heads = min(kHeadsOfSection, params.problem.batch * q_heads - first_head);
+    const unsigned all_heads = params.problem.batch * params.problem.q_heads;
+    const unsigned heads = min(unsigned{kHeadsOfSection}, all_heads - first_head);
     const unsigned index = tile_index - first_head * args.q_tiles;
-    const unsigned batch_head = first_head + index % heads;
-    const int batch = batch_head / q_heads;
-    head = batch_head % q_heads;
-    first_row = (args.q_tiles - 1 - index / heads) * block_q;
-    sequence = Sequence(params, batch);
-    removed = {INT_MAX, 0};
-    keys = {0, 0};
-    if (first_row < sequence.q_len) {
-      keys = sequence.keys_seen_by(first_row, min(first_row + block_q, sequence.q_len) - 1);
+    // Most sections are whole, and need no division.
+    const unsigned q_tile = heads == kHeadsOfSection ? index / kHeadsOfSection : index / heads;
+    const int batch_head = first_head + index - q_tile * heads;
+    const int batch = divide(batch_head, args.q_heads);
+    const int q_head = batch_head - batch * params.problem.q_heads;
+    switch (threadIdx.x / 32) {
+      case 0:
+        head = q_head;
+        first_row = (args.q_tiles - 1 - q_tile) * block_q;
+        sequence = Sequence(params, batch);
+        removed = {INT_MAX, 0};
+        keys = {0, 0};
+        if (first_row < sequence.q_len) {
+          keys = sequence.keys_seen_by(first_row, min(first_row + block_q, sequence.q_len) - 1);
+        }
+        finder.start((keys.end + kPrefillBlockKv - 1) / kPrefillBlockKv);
+        break;
+      case 1:
+        k = static_cast<const T*>(params.k.data) +
+            params.k.offset(batch, 0, divide(q_head, args.group));
+        break;
+      case 2:
+        v = static_cast<const T*>(params.v.data) +
+            params.v.offset(batch, 0, divide(q_head, args.group));
+        break;
+      case 3:
+        if constexpr (Featured) features.fill(params.features, batch, q_head);
+        break;
     }
-    finder.start((keys.end + kPrefillBlockKv - 1) / kPrefillBlockKv);
-    const int kv_head = head / params.problem.group();
-    k = static_cast<const T*>(params.k.data) + params.k.offset(batch, 0, kv_head);
-    v = static_cast<const T*>(params.v.data) + params.v.offset(batch, 0, kv_head);
-    features.fill(params.features, batch, head);
   }
 
   __device__ void note_removed(int tile) {
     atomicMin(&removed.begin, tile);
     atomicMax(&removed.end, tile + 1);
+  }
+
+  // The window is a band of diagonals, so each is one range of tiles.
+  __device__ SeenTiles tiles_seen(int first, int last) const {
+    SeenTiles seen = {};
+    const Range any = sequence.keys_seen_by(first, last);
+    if (first <= last && any.begin < any.end) {
+      seen.any = {any.begin / kPrefillBlockKv, (any.end + kPrefillBlockKv - 1) / kPrefillBlockKv};
+    }
+    const Range all = sequence.keys_seen_by_all(first, last);
+    const int begin = (all.begin + kPrefillBlockKv - 1) / kPrefillBlockKv;
+    seen.all = {begin, max(begin, all.end / kPrefillBlockKv)};
+    return seen;
+  }
+
+  // By all warps, after fill() and before a barrier.
+  template <int BlockQ, int WarpRows>
+  __device__ void find_tiles() {
+    const int rows_end = min(first_row + BlockQ, sequence.q_len);
+    if (threadIdx.x % 32 == 0) {
+      const int warp = threadIdx.x / 32, first = first_row + warp * WarpRows;
+      seen_by_warp[warp] = tiles_seen(first, min(first + WarpRows, rows_end) - 1);
+    }
+    if (threadIdx.x == 0) seen_by_block = tiles_seen(first_row, rows_end - 1).all;
   }
 
   // By all warps, after fill().
@@ -104,13 +155,10 @@ __device__ __forceinline__ WarpRows rows_of_warp(const PrefillBlockSm80<typename
 
 // Whether some row of the block does not see some key of the tile, as far as can be told without a
 // look at masks and segments.
-template <class Kernel, bool Featured>
-__device__ __forceinline__ bool may_hide_keys(const PrefillBlockSm80<typename Kernel::T>& block,
-                                              int first_key) {
+template <bool Featured, class T>
+__device__ __forceinline__ bool may_hide_keys(const PrefillBlockSm80<T>& block, int tile) {
   if (Featured && (block.features.mask || block.features.key_segments)) return true;
-  const int last_row = min(block.first_row + Kernel::kBlockQ, block.sequence.q_len) - 1;
-  return !block.sequence.all_seen(block.first_row, last_row, first_key,
-                                  first_key + Kernel::kBlockKv - 1);
+  return !block.seen_by_block.has(tile);
 }
 
 // Adds what remove_not_finite() took out to just the rows that see it. Rare, so from memory. A tile
@@ -165,17 +213,20 @@ template <class Kernel, bool Featured>
 __device__ __forceinline__ void finish_scores(typename Kernel::Scores& s,
                                               const PrefillBlockSm80<typename Kernel::T>& block,
                                               const PrefillArgsSm80& args,
-                                              const ScoreBits<Kernel::kRowBlocks>& bits,
-                                              int first_key, int thread) {
-  const WarpRows rows = rows_of_warp<Kernel>(block, thread);
-  const int last_key = first_key + Kernel::kBlockKv - 1;
-  const FragmentPlace place(rows.first, rows.last, first_key, thread % 32);
+                                              const ScoreBits<Kernel::kRowBlocks>& bits, int tile) {
+  const auto place = [&] {
+    const int thread = opaque_thread();
+    const WarpRows rows = rows_of_warp<Kernel>(block, thread);
+    int first_key = tile * Kernel::kBlockKv;
+    opaque(first_key);  // else sums with it are kept in registers
+    return FragmentPlace(rows.first, rows.last, first_key, thread % 32);
+  };
   if constexpr (Featured) {
-    shape_scores(s, args.params, args.scale, block.features, block.sequence.shift, place);
+    shape_scores(s, args.params, args.scale, block.features, block.sequence.shift, place());
     bits.apply(s);
   }
-  if (!block.sequence.all_seen(rows.first, rows.last, first_key, last_key)) {
-    mask_window(s, block.sequence, place);
+  if (!block.seen_by_warp[opaque_thread() / 32].all.has(tile)) {
+    mask_window(s, block.sequence, place());
   }
 }
 

@@ -54,19 +54,20 @@ struct CopyShare {
   }
 };
 
-// Rows [first, first + Count) of a head to shared memory. Rows outside
-// `present` and columns that the tensor lacks arrive as zeros and are not read.
+// The chunks of `share` of rows [first, first + Count) to shared memory; `source` is the first of
+// them. Rows outside `present` and columns that the tensor lacks arrive as zeros and are not read.
+// Returns where the rows behind these begin.
 template <class Kernel, int Count>
-__device__ __forceinline__ void load_rows(uint32_t tile_smem, const typename Kernel::T* head,
-                                          int64_t stride, int columns, int first, Range present) {
+__device__ __forceinline__ const typename Kernel::T* load_share(const CopyShare<Kernel>& share,
+                                                                uint32_t tile_smem,
+                                                                const typename Kernel::T* source,
+                                                                int64_t stride, int columns,
+                                                                int first, Range present) {
   using Share = CopyShare<Kernel>;
   static_assert(Count % Share::kRowsAtOnce == 0, "no step is partial");
-  opaque(stride);
-  const Share share(opaque_thread());
-  const auto* source = head + (int64_t{first} + share.row) * stride + 8 * share.chunk;
   const uint32_t target = share.first(tile_smem);
   const uint32_t distance = first + share.row - present.begin;
-  const uint32_t count = max(present.end - present.begin, 0);
+  const uint32_t count = present.end - present.begin;
 #pragma unroll
   for (int i = 0; i < Count / Share::kRowsAtOnce; ++i) {
     const bool is_present = distance + i * Share::kRowsAtOnce < count;
@@ -77,7 +78,46 @@ __device__ __forceinline__ void load_rows(uint32_t tile_smem, const typename Ker
     }
     source += Share::kRowsAtOnce * stride;
   }
+  return source;
 }
+
+// Rows [first, first + Count) of a head.
+template <class Kernel, int Count>
+__device__ __forceinline__ void load_rows(uint32_t tile_smem, const typename Kernel::T* head,
+                                          int64_t stride, int columns, int first, Range present) {
+  opaque(stride);
+  const CopyShare<Kernel> share(opaque_thread());
+  const auto* source = head + (int64_t{first} + share.row) * stride + 8 * share.chunk;
+  load_share<Kernel, Count>(share, tile_smem, source, stride, columns, first, present);
+}
+
+// The tiles of a head's keys or values in order. Where they are Consecutive, a tile begins where
+// the one before ended: making 64-bit addresses anew took a tenth of the main loop's instructions.
+template <class Kernel, bool Consecutive>
+class TileCursor {
+ public:
+  using T = typename Kernel::T;
+
+  __device__ TileCursor(const T* head, int64_t stride, int tile) {
+    const CopyShare<Kernel> share(threadIdx.x);
+    source_ = head + (int64_t{tile} * Kernel::kBlockKv + share.row) * stride + 8 * share.chunk;
+  }
+
+  __device__ __forceinline__ void load(uint32_t tile_smem, const T* head, int64_t stride,
+                                       int columns, int tile, Range present) {
+    const int first = tile * Kernel::kBlockKv;
+    if constexpr (Consecutive) {
+      const CopyShare<Kernel> share(opaque_thread());
+      source_ = load_share<Kernel, Kernel::kBlockKv>(share, tile_smem, source_, stride, columns,
+                                                     first, present);
+    } else {
+      load_rows<Kernel, Kernel::kBlockKv>(tile_smem, head, stride, columns, first, present);
+    }
+  }
+
+ private:
+  const T* source_;  // this thread's first chunk of the next tile
+};
 
 template <class T>
 __device__ __forceinline__ uint32_t finite_or_zero(uint32_t pair) {
@@ -125,6 +165,8 @@ class BufferRing {
   __device__ int k() const { return k_; }
   __device__ int v() const { return k_ == kLast ? 0 : k_ + kSize; }
   __device__ int free() const { return k_ == 0 ? kLast : k_ - kSize; }
+  __device__ int next_k() const { return free(); }
+  __device__ int next_v() const { return k_; }
   // K goes to the free buffer, V to K's.
   __device__ void rotate() { k_ = free(); }
   // In pieces, which follow each other alone: K, V and free are the piece in use, the next, and the
@@ -134,6 +176,23 @@ class BufferRing {
  private:
   static constexpr int kSize = Kernel::kBufferBytes, kLast = 2 * kSize;
   int k_ = kLast;
+};
+
+// Four buffers: K and V are multiplied while the next pair arrives. Which pair's turn it is follows
+// from a count of tiles; where that is the tile's own index, it costs no register.
+template <class Kernel>
+class BufferPairs {
+ public:
+  __device__ explicit BufferPairs(int first_tile) : turn_(first_tile) {}
+  __device__ int k() const { return (turn_ & 1) * 2 * kSize; }
+  __device__ int v() const { return k() + kSize; }
+  __device__ int next_k() const { return 2 * kSize - k(); }
+  __device__ int next_v() const { return next_k() + kSize; }
+  __device__ void rotate() { ++turn_; }
+
+ private:
+  static constexpr int kSize = Kernel::kBufferBytes;
+  int turn_;
 };
 
 // The A operands of a warp's query rows: kept in registers, or read again at

@@ -123,7 +123,11 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
   const auto has_part = [&](int part) {
     return first_value_column + part * kWidePieceColumns < problem.value_dim;
   };
-  if (threadIdx.x == 0) block.fill(args, kBlockQ, blockIdx.x / args.value_groups);
+  if (threadIdx.x % 32 == 0) {
+    block.template fill<Featured>(args, kBlockQ, blockIdx.x / args.value_groups);
+  }
+  __syncthreads();
+  block.template find_tiles<kBlockQ, Kernel::kWarpRows>();
   __syncthreads();
   if constexpr (Featured) block.template find_segments<kBlockQ, Kernel::kWarpRows>();
 
@@ -139,16 +143,15 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
     stream.start(tile);
 
     while (tile < block.finder.end()) {
-      const int next_tile = find_tile(tile + 1), first_key = tile * kBlockKv;
-      const WarpRows rows = rows_of_warp<Kernel>(block, threadIdx.x);
-      bool is_visible = rows.any() && block.sequence.any_seen(rows.first, rows.last, first_key,
-                                                              first_key + kBlockKv - 1);
+      const int next_tile = find_tile(tile + 1);
+      bool is_visible = block.seen_by_warp[threadIdx.x / 32].any.has(tile);
       ScoreBits<1> bits;
       if constexpr (Featured) {
         bits.see_nothing();
         if (is_visible) {
+          const WarpRows rows = rows_of_warp<Kernel>(block, threadIdx.x);
           look_at_tile(bits, params, block.features, block.finder.warp_segments[threadIdx.x / 32],
-                       FragmentPlace(rows.first, rows.last, first_key, threadIdx.x % 32));
+                       FragmentPlace(rows.first, rows.last, tile * kBlockKv, threadIdx.x % 32));
         }
         is_visible = bits.any();
       }
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
 
       typename Kernel::Probabilities p_regs;
       if (is_visible) {
-        finish_scores<Kernel, Featured>(s, block, args, bits, first_key, threadIdx.x);
+        finish_scores<Kernel, Featured>(s, block, args, bits, tile);
         // Always the exact way, since the pieces of K are gone.
         float factor[2];
         if (softmax.raise(s, factor)) {
@@ -174,7 +177,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
         softmax.weigh(s, p_regs, true);
       }
 
-      const bool may_hide = may_hide_keys<Kernel, Featured>(block, first_key);
+      const bool may_hide = may_hide_keys<Featured>(block, tile);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         if (!has_part(part)) break;

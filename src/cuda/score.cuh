@@ -15,6 +15,11 @@ namespace flashattn {
 
 struct Range {
   int begin, end;
+
+  // begin <= end. One comparison for two.
+  __device__ bool has(int i) const {
+    return static_cast<uint32_t>(i - begin) < static_cast<uint32_t>(end - begin);
+  }
 };
 
 // The lengths of one sequence and its window as a band of diagonals: query i sees key j iff
@@ -51,10 +56,15 @@ struct Sequence {
            j_first - i_last <= high;
   }
 
-  // The keys that any query of the range sees, and the queries that see any key of the range.
+  // The keys that any query of the range sees, or all do, and the queries that see any key of the
+  // range.
   __device__ Range keys_seen_by(int i_first, int i_last) const {
     return {max_int(0, int64_t{i_first} + low),
             min_int(kv_len, int64_t{min_int(i_last, q_len - 1)} + high + 1)};
+  }
+  __device__ Range keys_seen_by_all(int i_first, int i_last) const {
+    if (i_last >= q_len) return {0, 0};
+    return {max_int(0, int64_t{i_last} + low), min_int(kv_len, int64_t{i_first} + high + 1)};
   }
   __device__ Range queries_seeing(int j_first, int j_last) const {
     return {max_int(0, int64_t{j_first} - high),

@@ -10,6 +10,7 @@ struct PrefillTileSm80 {
   int warps;            // each owns block_q / warps rows, 16 or 32
   bool q_in_registers;  // else Q is read from shared memory again for every key tile
   int blocks_per_sm;    // what the register limit is set for
+  int buffers;          // that K and V tiles share: 3, or 4 for two pairs
 };
 
 // Keys of a tile. With 64 the scores of 32 rows take 64 registers a thread, which leaves room for
@@ -38,25 +39,25 @@ constexpr int value_groups_of(int value_dim) {
 constexpr PrefillTileSm80 prefill_tile_sm80(int head_dim) {
   switch (head_dim) {
     case 64:
-      return {128, 4, false, 3};  // O 64 + S 64 of 168 registers
+      return {128, 4, false, 3, 4};  // O 64 + S 64 of 168 registers
     case 96:
-      return {128, 4, false, 2};  // O 96 + S 64; Q would take 48 more
+      return {128, 4, false, 2, 3};  // O 96 + S 64; Q would take 48 more
     case 128:
-      return {128, 4, false, 2};  // O 128 + S 64: no room for Q's 64
+      return {128, 4, false, 2, 3};  // O 128 + S 64: no room for Q's 64
     case 192:
-      return {128, 8, true, 1};  // 16 rows: O 96 + S 32 + Q 48
+      return {128, 8, true, 1, 3};  // 16 rows: O 96 + S 32 + Q 48
     case 256:
-      return {128, 8, true, 1};  // 16 rows: O 128 + S 32 + Q 64
+      return {128, 8, true, 1, 3};  // 16 rows: O 128 + S 32 + Q 64
     default:
-      return {128, 8, false, 1};  // in pieces, 16 rows: 256 columns of O 128 + S 32
+      return {128, 8, false, 1, 3};  // in pieces, 16 rows: 256 columns of O 128 + S 32
   }
 }
 
-// K and V tiles share three buffers. Q has a place of its own only if it is read again; else it
-// passes through two of the buffers. At most 96 KB, which GeForce GPUs (99 KB a block) have too.
+// Q has a place of its own only if it is read again; else it passes through two of the buffers. At
+// most 96 KB, which GeForce GPUs (99 KB a block) have too.
 constexpr int prefill_shared_memory_sm80(int head_dim) {
   const PrefillTileSm80 tile = prefill_tile_sm80(head_dim);
-  const int rows = 3 * kPrefillBlockKv + (tile.q_in_registers ? 0 : tile.block_q);
+  const int rows = tile.buffers * kPrefillBlockKv + (tile.q_in_registers ? 0 : tile.block_q);
   return rows * head_dim * 2;
 }
 
