@@ -1,4 +1,4 @@
-// Soft cap and ALiBi on the accumulators of wgmma (layout: softmax_sm90.cuh).
+// Soft cap, ALiBi and a bias on the accumulators of wgmma (layout: softmax_sm90.cuh).
 #ifndef FLASHATTN_CUDA_SCORE_SHAPE_SM90_CUH_
 #define FLASHATTN_CUDA_SCORE_SHAPE_SM90_CUH_
 
@@ -7,17 +7,20 @@
 
 #include "params.h"
 #include "ptx.cuh"
+#include "score.cuh"
 #include "softmax_sm90.cuh"
 #include "tile_scheduler.cuh"
 
 namespace flashattn {
 
-constexpr int kSoftCap = 1, kAlibi = 2;
+constexpr int kSoftCap = 1, kAlibi = 2, kBias = 4;
 
-// Makes raw products logits in log2 units; filled on the host.
+// Makes raw products logits in log2 units; filled on the host. With a bias the units are natural,
+// which saves a multiplication where the bias is all there is.
 struct ShapeScale {
-  float product;  // multiplies a product; with a cap, gives the power of two that tanh needs
-  int features;   // kSoftCap, kAlibi
+  float product;   // multiplies a product; with a cap, gives the power of two that tanh needs
+  float exponent;  // multiplies a logit in the softmax's exponent
+  int features;    // kSoftCap, kAlibi, kBias
   float cap;      // in log2 units
   float minus_two_caps;
   // cap tanh(x) = s (odd[0] + odd[1] s^2 + ...) for x^2 <= kSeriesLimit, where s is the product and
@@ -38,7 +41,9 @@ inline ShapeScale make_shape_scale(const PrefillParams& params) {
   const double log2_scale = scores.scale * kLog2e;
   ShapeScale shape = {};
   if (params.features.alibi_slopes) shape.features |= kAlibi;
-  shape.product = static_cast<float>(log2_scale);
+  if (params.features.bias.data) shape.features |= kBias;
+  shape.exponent = shape.features & kBias ? kLog2e : 1.0f;
+  shape.product = static_cast<float>(shape.features == kBias ? scores.scale : log2_scale);
   if (scores.softcap == 0.0) return shape;
   shape.features |= kSoftCap;
   const double cap = scores.softcap * kLog2e, ratio = scores.scale / scores.softcap;
@@ -108,10 +113,11 @@ class ScoreShape {
     distance_ = static_cast<float>(position + work.shift - column);
   }
 
-  // The scores of the block that begins with this key, from raw products.
-  template <int N>
-  __device__ __forceinline__ void apply(float (&s)[N], const ShapeScale& scale,
-                                        int first_key) const {
+  // The scores of the block that begins with this key, from raw products. `add_bias(s, factor)` is
+  // s times a factor, plus the bias.
+  template <int N, class AddBias>
+  __device__ __forceinline__ void apply(float (&s)[N], const ShapeScale& scale, int first_key,
+                                        AddBias add_bias) const {
     const int features = features_of(scale);
     if (features & kSoftCap) cap_scores(s, scale);
     const float factor = features & kSoftCap ? 1.0f : scale.product;
@@ -120,18 +126,17 @@ class ScoreShape {
 #pragma unroll
       for (int i = 0; i < N; ++i)
         s[i] = fmaf(-slope_, fabsf(distance + row(i) - column(i)), s[i] * factor);
-    } else if (!(features & kSoftCap)) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) s[i] *= factor;
     }
+    if (features & kBias) add_bias(s, features == kBias ? factor : kLn2);
   }
 
   // Their exponentials, beside the references of the rows. Where all keys lie before their queries,
   // which is most blocks of causal attention, ALiBi's distance is linear: no absolute value, and
   // the rows' part of it joins the reference. The soft cap's last factor joins it too.
-  template <int N>
+  template <int N, class AddBias>
   __device__ __forceinline__ float2 exponentials(float (&s)[N], const ShapeScale& scale,
-                                                 int first_key, float ref0, float ref1) const {
+                                                 int first_key, AddBias add_bias, float ref0,
+                                                 float ref1) const {
     const int features = features_of(scale);
     if (features == kAlibi) {
       const float distance = distance_ - static_cast<float>(first_key);
@@ -148,8 +153,8 @@ class ScoreShape {
         return fmaf(s[i], factor, i / 2 % 2 == 0 ? -ref0 : -ref1);
       });
     }
-    apply(s, scale, first_key);
-    return flashattn::exponentials<false>(s, ref0, ref1, 1.f);
+    apply(s, scale, first_key, add_bias);
+    return flashattn::exponentials<false>(s, ref0, ref1, scale.exponent);
   }
 
  private:
@@ -167,21 +172,34 @@ class ScoreShape {
   float distance_ = 0.f;  // of the first row from this thread's first column of a block at key 0
 };
 
-// Those of the block that begins with a key, as PlainScores.
+// Those of the block that begins with a key, as PlainScores. `add_bias(s, factor, again)`: see
+// ScoreShape; each block's bias is to be had once only, and again at a price.
+template <class AddBias>
 struct ShapedScores {
   const ScoreShape& shape;
   const ShapeScale& scale;
   int first_key;
+  AddBias add_bias;
 
+  // Here a huge bias may stay as it is: no reference is as low as the bound (kHidden), and where it
+  // is positive the exponentials are infinite, so that apply() is next.
   template <int N>
   __device__ __forceinline__ float2 exponentials(float (&s)[N], float ref0, float ref1) const {
-    return shape.exponentials(s, scale, first_key, ref0, ref1);
+    return shape.exponentials(
+        s, scale, first_key, [&](float (&s)[N], float factor) { add_bias(s, factor, false); }, ref0,
+        ref1);
   }
   template <int N>
-  __device__ __forceinline__ void apply(float (&s)[N]) const {
-    shape.apply(s, scale, first_key);
+  __device__ __forceinline__ void apply(float (&s)[N], bool again = false) const {
+    shape.apply(s, scale, first_key, [&](float (&s)[N], float factor) {
+      add_bias(s, factor, again);
+#pragma unroll
+      for (int i = 0; i < N; ++i) s[i] = bounded_bias(s[i]);
+    });
   }
 };
+template <class AddBias>
+ShapedScores(const ScoreShape&, const ShapeScale&, int, AddBias) -> ShapedScores<AddBias>;
 
 }  // namespace flashattn
 
