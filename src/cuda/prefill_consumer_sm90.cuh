@@ -62,7 +62,7 @@ class PrefillConsumer {
   __device__ int lane() const { return threadIdx.x % 32; }
 
   static __device__ float exponent_scale(float scale_log2) { return scale_log2; }
-  static __device__ float exponent_scale(const ShapeScale& scale) { return scale.exponent; }
+  static __device__ float exponent_scale(const ShapeScale&) { return 1.f; }
 
   // ---- a tile
   __device__ __forceinline__ void attend(const TileWalk& walk) {
@@ -333,74 +333,65 @@ class PrefillConsumer {
   // Of block n, the i-th through all tiles.
   __device__ __forceinline__ auto scores_of_block(int n, uint32_t i) const {
     if constexpr (Tile::kShaped)
-      return ShapedScores{shape_, scale_, n * Tile::kBlockKv,
-                          [=](float (&s)[kSRegs], float factor, bool again) {
+      return ShapedScores{shape_, scale_, n * Tile::kBlockKv, [=](bool again, auto f) {
                             if (again)
-                              add_bias_from_memory(s, factor, n * Tile::kBlockKv);
+                              for_each_bias_in_memory(n * Tile::kBlockKv, f);
                             else
-                              add_bias(s, factor, i);
+                              for_each_bias(i, f);
                           }};
     else
       return PlainScores{scale_log2_};
   }
 
   // ---- the bias. Its buffer is given back at once, to be full again when the next step wants it.
-  __device__ __forceinline__ void add_bias(float (&s)[kSRegs], float factor, uint32_t i) const {
-    // A bias that is the same for all rows has one row.
-    int64_t row_stride = params_.features.bias.row;
-    opaque(row_stride);  // as in ScoreShape
-    const int row = row_stride == 0 ? 0 : warp() * 16 + lane() % 16;
+  template <class F>
+  __device__ __forceinline__ void for_each_bias(uint32_t i, F f) const {
+    int row = (warp() * 16 + lane() % 16) * scale_.bias_step;
+    opaque(row);
     const uint32_t bias_smem = smem_.bias(warpgroup_);
     mbarrier_wait(shared_address(&shared_.bias_full[warpgroup_]), i % 2);
 #pragma unroll
     for (int k = 0; k < Tile::kBlockKv / 16; ++k) {
       uint32_t pairs[4];
       ldmatrix_x4(pairs, tile_address(bias_smem, kWarpgroupRows, row, 2 * k + lane() / 16));
-      add_pairs(s + 8 * k, factor, pairs);
+      for_each_of(pairs, 8 * k, f);
     }
     __syncwarp();
     if (lane() == 0) mbarrier_arrive(shared_address(&shared_.bias_empty[warpgroup_]));
   }
-  // The same for scores that were made again, when the buffer may hold the next block's.
-  __device__ __forceinline__ void add_bias_from_memory(float (&s)[kSRegs], float factor,
-                                                       int first_key) const {
+  // The same for scores that were made again, when the buffer may hold the next block's. Every row
+  // sees all of such a block.
+  template <class F>
+  __device__ __forceinline__ void for_each_bias_in_memory(int first_key, F f) const {
     const volatile TileWork& work = shared_.work[q_stage_];
     const Broadcast& bias = params_.features.bias;
-    const int kv_len = params_.problem.kv_len, last_row = params_.problem.q_len - 1;
     const T* rows[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      rows[half] = static_cast<const T*>(bias.data) +
-                   bias.offset(work.batch, work.head,
-                               min(first_position(work.position) + row(half), last_row), 0);
-    const int key = first_key + lane() % 4 * 2;
+    for (int half = 0; half < 2; ++half) {
+      const int position = first_position(work.position) + row(half);
+      rows[half] = static_cast<const T*>(bias.data) + lane() % 4 * 2 +
+                   bias.offset(work.batch, work.head, min(position, grid_.q_len - 1), first_key);
+    }
 #pragma unroll
     for (int k = 0; k < Tile::kBlockKv / 16; ++k) {
-      // The branch keeps the compiler from loading everything at once, for which there are no
-      // registers.
-      if (first_key + 16 * k >= kv_len) break;
+      // Never true. The branch keeps the compiler from loading everything at once, for which there
+      // are no registers.
+      if (first_key + 16 * k >= grid_.kv_len) break;
       uint32_t pairs[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) pairs[j] = load_pair(rows[j % 2], key + 16 * k + j / 2 * 8, kv_len);
-      add_pairs(s + 8 * k, factor, pairs);
+      for (int j = 0; j < 4; ++j)
+        pairs[j] = __ldg(reinterpret_cast<const uint32_t*>(rows[j % 2] + 16 * k + j / 2 * 8));
+      for_each_of(pairs, 8 * k, f);
     }
   }
-  // Without those beyond the last key.
-  static __device__ __forceinline__ uint32_t load_pair(const T* row, int key, int kv_len) {
-    const auto* bits = reinterpret_cast<const uint16_t*>(row) + key;
-    uint32_t pair = 0;
-    if (key < kv_len) pair = __ldg(bits);
-    if (key + 1 < kv_len) pair |= static_cast<uint32_t>(__ldg(bits + 1)) << 16;
-    return pair;
-  }
-  // Of 16 columns.
-  static __device__ __forceinline__ void add_pairs(float* s, float factor,
-                                                   const uint32_t (&pairs)[4]) {
+  // Of 16 columns, beginning with the score of index `first`.
+  template <class F>
+  static __device__ __forceinline__ void for_each_of(const uint32_t (&pairs)[4], int first, F f) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 bias = unpack<T>(pairs[j]);
-      s[2 * j] = fmaf(s[2 * j], factor, bias.x);
-      s[2 * j + 1] = fmaf(s[2 * j + 1], factor, bias.y);
+      f(first + 2 * j, bias.x);
+      f(first + 2 * j + 1, bias.y);
     }
   }
 

@@ -87,7 +87,9 @@ class RowMasks {
   template <int N>
   __device__ __forceinline__ void hide_other_segments(float (&s)[N], int first_key) const {
     const int32_t row_segments[2] = {segment(0), segment(1)};
-    const int32_t* segments = key_segments();
+    auto address = reinterpret_cast<int64_t>(key_segments());
+    opaque(address);  // else it is worked out anew for each
+    const auto* segments = reinterpret_cast<const int32_t*>(address);
     const int key = first_key + 2 * quad_lane(), last_key = work_.kv_len - 1;
 #pragma unroll
     for (int j = 0; j < N / 4; ++j) {

@@ -17,9 +17,9 @@
 namespace flashattn {
 
 constexpr unsigned kWholeWarp = 0xffffffffu;
-// A row whose best score so far is below this (log2 units) has met only keys that a large negative
-// bias hides, so that the next one may be anywhere above.
-constexpr float kHidden = -1e4f;
+// A row whose best score so far is this far from 0 (log2 units) has met, as a rule, only keys that a
+// large negative bias hides, so that the next one may be anywhere above.
+constexpr float kFar = 1e4f;
 
 struct OnlineRows {
   float ref[2];       // log2 units
@@ -147,7 +147,7 @@ __device__ __forceinline__ void softmax_first(float (&s)[N], OnlineRows& rows, f
   const float2 partial = partial_maximum<ByGroup>(s, visible.any_row);
   const float maximum[2] = {quad_max(partial.x), quad_max(partial.y)};
   const float spread = fmaxf((maximum[0] - partial.x) * c, (maximum[1] - partial.y) * c);
-  rows.use_maximum = __any_sync(kWholeWarp, spread > kWideSpread && spread < -kHidden);
+  rows.use_maximum = __any_sync(kWholeWarp, spread > kWideSpread && spread < kFar);
   rows.o_is_behind = false;
   float ref[2];
 #pragma unroll
@@ -187,7 +187,8 @@ __device__ __forceinline__ void softmax_with_maximum(float (&s)[N], OnlineRows& 
 }
 
 __device__ __forceinline__ void note_rows_without_key(OnlineRows& rows) {
-  rows.wait_for_key = __any_sync(kWholeWarp, rows.ref[0] < kHidden || rows.ref[1] < kHidden);
+  rows.wait_for_key =
+      __any_sync(kWholeWarp, fabsf(rows.ref[0]) > kFar || fabsf(rows.ref[1]) > kFar);
 }
 
 // Up to here a thread's share of a block's row sums leaves P and all that is made of it in range.
