@@ -130,17 +130,16 @@ class ScoreShape {
     }
     if (features & kBias) {
       const float left = features == kBias ? factor : 1.0f;
-      for_each_bias([&](int i, float bias) {
-        s[i] = fmaf(bounded_bias(bias), kLog2e, s[i] * left);
-      });
+      for_each_bias(
+          [&](int i, float bias) { s[i] = fmaf(bounded_bias(bias), kLog2e, s[i] * left); });
     }
   }
 
   // Their exponentials, beside the references of the rows. Where all keys lie before their queries,
   // which is most blocks of causal attention, ALiBi's distance is linear: no absolute value, and
   // the rows' part of it joins the reference. The soft cap's last factor joins it too. A bias alone
-  // is added in natural units, one FFMA a score. That is exact enough since no reference is far from
-  // 0 here (kFar); a huge bias need not be bounded, for below it counts nothing, and above the
+  // is added in natural units, one FFMA a score. That is exact enough since no reference is far
+  // from 0 here (kFar); a huge bias need not be bounded, for below it counts nothing, and above the
   // exponentials are infinite and apply() is next.
   template <int N, class ForEachBias>
   __device__ __forceinline__ float2 exponentials(float (&s)[N], const ShapeScale& scale,

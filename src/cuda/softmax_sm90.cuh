@@ -17,8 +17,8 @@
 namespace flashattn {
 
 constexpr unsigned kWholeWarp = 0xffffffffu;
-// A row whose best score so far is this far from 0 (log2 units) has met, as a rule, only keys that a
-// large negative bias hides, so that the next one may be anywhere above.
+// A row whose best score so far is this far from 0 (log2 units) has met, as a rule, only keys that
+// a large negative bias hides, so that the next one may be anywhere above.
 constexpr float kFar = 1e4f;
 
 struct OnlineRows {
