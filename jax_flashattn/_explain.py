@@ -111,6 +111,7 @@ def explain_on(gpu: dict | None, op, operands, options, gradient=False) -> Expla
             "value_dim": -(-size["v"] // unit) * unit, "page_size": size["s"] if "m" in size else 0,
         },
         {x: str(a.dtype) for x, a in zip(names, avals, strict=True)},
+        {x: a.shape for x, a in zip(names, avals, strict=True)},
         dataclasses.asdict(call_options),
         gpu,
     )  # fmt: skip

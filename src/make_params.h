@@ -130,6 +130,18 @@ Table<const T> table(const NamedBuffers& buffers, const char* name) {
   return check_batches(buffers, name, batch);
 }
 
+// A contiguous operand of four axes, each of which may have one entry for all.
+template <class Dims>
+Broadcast contiguous_broadcast(const void* data, DType dtype, const Dims& dims) {
+  return {data,
+          dtype,
+          static_cast<int>(dims[0]),
+          dims[1] * dims[2] * dims[3],
+          dims[1] == 1 ? 0 : dims[2] * dims[3],
+          dims[2] == 1 ? 0 : dims[3],
+          dims[3] == 1 ? 0 : 1};
+}
+
 // bias and mask: (batches, 1 or N, 1 or T, 1 or S)
 [[nodiscard]] inline ffi::Error broadcast_operand(const NamedBuffers& buffers, const char* name,
                                                   const Problem& problem, Broadcast* out) {
@@ -151,13 +163,7 @@ Table<const T> table(const NamedBuffers& buffers, const char* name) {
                    (is_mask ? "bool" : "a float type"));
   }
   if (ffi::Error e = check_batches(buffers, name, problem.batch); e.failure()) return e;
-  *out = {buffer->untyped_data(),
-          *dtype,
-          static_cast<int>(dims[0]),
-          dims[1] * dims[2] * dims[3],
-          dims[1] == 1 ? 0 : dims[2] * dims[3],
-          dims[2] == 1 ? 0 : dims[3],
-          dims[3] == 1 ? 0 : 1};
+  *out = contiguous_broadcast(buffer->untyped_data(), *dtype, dims);
   return ffi::Error::Success();
 }
 

@@ -162,13 +162,15 @@ GROUPS = {
             _ALIBI + tuple(c.replace(kv_lengths=(130, 50), q_lengths=(60, 97)) for c in _ALIBI),
         ),
         Feature(
-            "bias, broadcast over any of B, N, T, S",
+            "bias, broadcast over any of B, N, T",
             _each(
-                _PREFILL,
-                bias=("BNTS", "_NTS", "B_TS", "__TS", "B__S", "___S", "BN_S", "BNT_"),
+                _PREFILL.replace(kv_len=104),
+                bias=("BNTS", "_NTS", "B_TS", "__TS", "B__S", "___S", "BN_S"),
                 **_LAYOUTS,
             ),
         ),
+        Feature("bias, S not a multiple of 8", _each(_PREFILL, bias=("BNTS", "BN_S"), **_LAYOUTS)),
+        Feature("bias, broadcast over S", _each(_PREFILL, bias=("BNT_",), **_LAYOUTS)),
     ),
     "Shapes": (
         _heads("as many key heads as query heads", (1, 1), (5, 5)),

@@ -55,6 +55,35 @@ def gradient_on(gpu, operands=OPERANDS["prefill"], **options):
 
 
 @needs_cuda_kernels
+@pytest.mark.parametrize(
+    "shape,dtype,reason",
+    [
+        ((2, 8, 128, 128), jnp.bfloat16, ""),
+        ((1, 1, 1, 128), jnp.bfloat16, ""),
+        ((2, 1, 1, 128), jnp.bfloat16, ""),
+        ((2, 8, 128, 1), jnp.bfloat16, "the same for all keys"),
+        ((2, 8, 128, 128), jnp.float32, "another dtype"),
+    ],
+)
+def test_bias_on_hopper(shape, dtype, reason):
+    operands = OPERANDS["prefill"] | dict(bias=jnp.zeros(shape, dtype))
+    answer = _explain.explain_on(_explain.H200, "prefill", (), operands)
+    assert answer.kernel == ("sm80" if reason else "sm90")
+    assert reason in answer.reason
+
+
+@needs_cuda_kernels
+@pytest.mark.parametrize("bias_rows,kernel", [(128, "sm80"), (1, "sm90")])
+def test_unaligned_bias_on_hopper(bias_rows, kernel):
+    """127 keys are not a multiple of 16 bytes; a single row has no distance to the next."""
+    operands = {n: x[:, :127] if n != "query" else x for n, x in OPERANDS["prefill"].items()}
+    operands["bias"] = jnp.zeros((1, 1, bias_rows, 127), jnp.bfloat16)
+    answer = _explain.explain_on(_explain.H200, "prefill", (), operands)
+    assert answer.kernel == kernel
+    assert ("multiple of 16 bytes apart" in answer.reason) == (kernel == "sm80")
+
+
+@needs_cuda_kernels
 def test_gradient_on_hopper():
     """The Hopper kernels, one or two by determinism and head dim; the generic one with a reason."""
     together, apart = "dK, dV and dQ in one kernel", "dQ in another"

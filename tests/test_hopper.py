@@ -145,6 +145,101 @@ def test_features_in_every_kernel(platform, head_dim, dtype, features):
 
 
 @on_gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        dict(bias="BNTS"),
+        dict(bias="B__S", causal=False),
+        dict(bias="_NTS", window=(200, 40), causal=False, sinks=True),
+        dict(bias="BNTS", softcap=20.0, alibi=True, segments=4, mask="B_TS", kv_lengths=(333,)),
+    ],
+    ids="-".join,
+)
+def test_bias_in_every_kernel(platform, head_dim, dtype, features):
+    case = LONG.replace(q_len=456, head_dim=head_dim, dtype=dtype)
+    check_sm90(platform, case.replace(**features))
+
+
+@on_gpu
+@pytest.mark.parametrize("bias", ["BNTS", "_NTS", "B_TS", "__TS", "BN_S", "_N_S", "B__S", "___S"])
+@pytest.mark.parametrize("lengths", [(450, 456), (64, 128), (129, 136), (1, 264), (7, 8)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_bias_of_every_shape(platform, bias, lengths, causal):
+    """Lengths at and off the edges of tiles, also shorter than one; heads of a group, never packed."""
+    q_len, kv_len = lengths
+    case = LONG.replace(batch=2, q_len=q_len, kv_len=kv_len, q_heads=4, causal=causal, bias=bias)
+    check_sm90(platform, case)
+    check_sm90(platform, case.replace(layout="BNTH", q_lengths=(q_len, q_len // 2)))
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "features", [dict(softcap=20.0), dict(alibi=True), dict(mask="B_TS"), dict(segments=3)]
+)
+def test_bias_beside_another_feature(platform, features):
+    check_sm90(platform, LONG.replace(q_len=456, bias="BNTS", **features))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("bias", ["BNTS", "B__S"])
+@pytest.mark.parametrize("features", [{}, dict(softcap=20.0)])
+@pytest.mark.parametrize("late", [25.0, 300.0, 3e4])
+def test_bias_that_outgrows_the_first_block(platform, dtype, bias, features, late):
+    """Raised references and recomputed scores: a bias that is much larger for the blocks met last."""
+    case = LONG.replace(q_len=456, dtype=dtype, bias=bias, causal=False, **features)
+    arrays = make_inputs(case)
+    arrays["bias"][..., :200] += np.asarray(late, arrays["bias"].dtype)
+    out, lse = prefill(case, arrays)
+    true_out, true_lse = truth.attention(**arrays, **case.options())
+    check(out, true_out, xla_prefill(case, arrays))
+    check_lse(lse, true_lse)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_infinite_and_missing_biases(platform, dtype, causal):
+    """-inf is a mask, a row of it alone is empty; NaN makes the rows that see it NaN, and no other."""
+    case = LONG.replace(q_len=456, dtype=dtype, bias="_NTS", causal=causal)
+    arrays = make_inputs(case)
+    rng = np.random.default_rng(5)
+    arrays["bias"][rng.random(arrays["bias"].shape) < 0.3] = -np.inf
+    arrays["bias"][..., 300:, 200:] = -np.inf
+    arrays["bias"][:, :, 17] = -np.inf
+    arrays["bias"][:, :, 40, 3] = np.nan
+    arrays["bias"][:, :, 430, 100] = np.nan
+    out, lse = prefill(case, arrays)
+    assert np.isnan(out[:, [40, 430]]).all() and np.isnan(lse[:, [40, 430]]).all()
+    arrays["bias"][:, :, [40, 430]] = -np.inf
+    true_out, true_lse = truth.attention(**arrays, **case.options())
+    assert np.isneginf(true_lse[:, 17]).all()
+    others = np.delete(np.arange(456), [40, 430])
+    draws = [draw[:, others] for draw in xla_prefill(case, arrays)]
+    check(out[:, others], true_out[:, others], draws)
+    check_lse(lse[:, others], true_lse[:, others])
+
+
+@on_gpu
+@pytest.mark.parametrize("mapped", ["bias", "others", "all"])
+def test_vmap_over_a_bias(platform, mapped):
+    case = LONG.replace(q_len=136, bias="_NTS")
+    entries = [make_inputs(case, seed=seed) for seed in range(3)]
+    axes = {name: 0 if mapped == "all" or (name == "bias") == (mapped == "bias") else None
+            for name in entries[0]}  # fmt: skip
+    stacked = {
+        name: np.stack([e[name] for e in entries]) if axis == 0 else entries[0][name]
+        for name, axis in axes.items()
+    }
+    ours = jax.vmap(lambda x: jax_flashattn.prefill(**x), in_axes=(axes,))(stacked)
+    for i in range(3):
+        one = {n: x[i] if axes[n] == 0 else x for n, x in stacked.items()}
+        check_same(ours[i], prefill(case, one)[0])
+
+
+@on_gpu
 @pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
 @pytest.mark.parametrize("q_len,kv_len", [(70, 700), (700, 70), (129, 513)])
 @pytest.mark.parametrize("window", [(128, 0), (60, 130), (None, 64), (257, None)])

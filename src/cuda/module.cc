@@ -1,9 +1,11 @@
 // The module `_cuda`: the custom calls for XLA's CUDA backend. It loads where there is no GPU and
 // no driver: the runtime is linked statically, and nothing is called before a kernel is.
 #include <cuda_runtime_api.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -111,8 +113,8 @@ Strided contiguous(bool heads_first, int batch, int length, int heads, int dim) 
 }
 
 // (kernel, reason, details) of explain.h; op is "prefill", "backward" or "decode".
-nb::tuple explain(const std::string& op, nb::dict sizes, nb::dict dtypes, nb::dict options,
-                  nb::dict facts) {
+nb::tuple explain(const std::string& op, nb::dict sizes, nb::dict dtypes, nb::dict shapes,
+                  nb::dict options, nb::dict facts) {
   auto size = [&](const char* key) { return nb::cast<int>(sizes[key]); };
   auto fact = [&](const char* key) { return nb::cast<int>(facts[key]); };
   const Device device{0, fact("major"), fact("minor"), fact("sm_count"),
@@ -160,7 +162,10 @@ nb::tuple explain(const std::string& op, nb::dict sizes, nb::dict dtypes, nb::di
     p.q = queries(problem.head_dim), p.o = queries(problem.value_dim);
     p.k = keys(problem.head_dim), p.v = keys(problem.value_dim);
     p.features.alibi_slopes.data = static_cast<float*>(given("alibi_slopes"));
-    p.features.bias.data = given("bias");
+    if (given("bias") != nullptr) {
+      const auto dims = nb::cast<std::array<int64_t, 4>>(shapes["bias"]);
+      p.features.bias = contiguous_broadcast(given("bias"), dtype("bias"), dims);
+    }
     p.features.mask.data = given("mask");
     p.features.query_segments.data = static_cast<int32_t*>(given("query_segment_ids"));
     p.features.sinks.data = static_cast<float*>(given("sinks"));

@@ -167,7 +167,7 @@ class PrefillConsumer {
     release_k(block_);
     release_previous_q();
     if constexpr (Tile::kAnyMask) {
-      scores_of_block(n).apply(s_regs_);
+      scores_of_block(n, block_).apply(s_regs_);
       if (next_.masked()) hide_keys(n);
       softmax_first<false>(s_regs_, rows_, scale_log2_, {});
       note_rows_without_key(rows_);
@@ -201,12 +201,12 @@ class PrefillConsumer {
     wgmma_wait<1>();
     if constexpr (kMaxFree) {
       softmax_max_free<T, kDoubleP, Tile::kAnyMask>(
-          s_regs_, rows_, scale_log2_, p_out, scores_of_block(n),
+          s_regs_, rows_, scale_log2_, p_out, scores_of_block(n, block_ + 1),
           [&](float (&s)[kSRegs]) { recompute_s(s, block_ + 1); });
       release_k(block_ + 1);
     } else {
       release_k(block_ + 1);
-      scores_of_block(n).apply(s_regs_);
+      scores_of_block(n, block_ + 1).apply(s_regs_);
       if constexpr (Masked) hide_keys(n);
       softmax_with_maximum<Masked>(s_regs_, rows_, scale_log2_);
       if constexpr (Tile::kAnyMask) note_rows_without_key(rows_);
@@ -330,12 +330,71 @@ class PrefillConsumer {
     const TileWork& work = shared_.work[q_stage_];
     shape_ = ScoreShape(params_, work, first_position(work.position) + row(0));
   }
-  __device__ __forceinline__ auto scores_of_block(int n) const {
+  // Of block n, the i-th through all tiles.
+  __device__ __forceinline__ auto scores_of_block(int n, uint32_t i) const {
     if constexpr (Tile::kShaped)
-      return ShapedScores{shape_, scale_, n * Tile::kBlockKv};
+      return ShapedScores{shape_, scale_, n * Tile::kBlockKv, [=](bool again, auto f) {
+                            if (again)
+                              for_each_bias_in_memory(n * Tile::kBlockKv, f);
+                            else
+                              for_each_bias(i, f);
+                          }};
     else
       return PlainScores{scale_log2_};
   }
+
+  // ---- the bias. Its buffer is given back at once, to be full again when the next step wants it.
+  template <class F>
+  __device__ __forceinline__ void for_each_bias(uint32_t i, F f) const {
+    int row = (warp() * 16 + lane() % 16) * scale_.bias_step;
+    opaque(row);
+    const uint32_t bias_smem = smem_.bias(warpgroup_);
+    mbarrier_wait(shared_address(&shared_.bias_full[warpgroup_]), i % 2);
+#pragma unroll
+    for (int k = 0; k < Tile::kBlockKv / 16; ++k) {
+      uint32_t pairs[4];
+      ldmatrix_x4(pairs, tile_address(bias_smem, kWarpgroupRows, row, 2 * k + lane() / 16));
+      for_each_of(pairs, 8 * k, f);
+    }
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive(shared_address(&shared_.bias_empty[warpgroup_]));
+  }
+  // The same for scores that were made again, when the buffer may hold the next block's. Every row
+  // sees all of such a block.
+  template <class F>
+  __device__ __forceinline__ void for_each_bias_in_memory(int first_key, F f) const {
+    const volatile TileWork& work = shared_.work[q_stage_];
+    const Broadcast& bias = params_.features.bias;
+    const T* rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = first_position(work.position) + row(half);
+      rows[half] = static_cast<const T*>(bias.data) + lane() % 4 * 2 +
+                   bias.offset(work.batch, work.head, min(position, grid_.q_len - 1), first_key);
+    }
+#pragma unroll
+    for (int k = 0; k < Tile::kBlockKv / 16; ++k) {
+      // Never true. The branch keeps the compiler from loading everything at once, for which there
+      // are no registers.
+      if (first_key + 16 * k >= grid_.kv_len) break;
+      uint32_t pairs[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        pairs[j] = __ldg(reinterpret_cast<const uint32_t*>(rows[j % 2] + 16 * k + j / 2 * 8));
+      for_each_of(pairs, 8 * k, f);
+    }
+  }
+  // Of 16 columns, beginning with the score of index `first`.
+  template <class F>
+  static __device__ __forceinline__ void for_each_of(const uint32_t (&pairs)[4], int first, F f) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 bias = unpack<T>(pairs[j]);
+      f(first + 2 * j, bias.x);
+      f(first + 2 * j + 1, bias.y);
+    }
+  }
+
   __device__ __forceinline__ void hide_keys(int n) {
     if constexpr (Tile::kAnyMask)
       row_masks().hide(s_regs_, n * Tile::kBlockKv);

@@ -26,6 +26,7 @@ struct PrefillTile {
   static constexpr int kQChunkBytes = kWarpgroupRows * 128, kKvChunkBytes = kBlockKv * 128;
   static constexpr int kQBytes = kTile.q_bytes();
   static constexpr int kKBytes = kTile.k_bytes(), kVBytes = kTile.v_bytes();
+  static constexpr int kBiasChunks = kTile.bias_chunks(), kBiasBytes = kTile.bias_bytes();
   static_assert(kHeadDim % 16 == 0 && kBlockKv % 16 == 0, "wgmma multiplies 16 deep");
   static_assert(kValueDim <= kHeadDim, "O is staged in Q's place");
   static_assert(kWarpgroups >= 2 && kWarpgroups <= 4, "register shares exist for these");
@@ -59,8 +60,16 @@ struct PrefillBlocksShared<Tile, true> {
   int first_not_finite[Tile::kQStages], end_not_finite[Tile::kQStages];
 };
 
+// Kernels that add a bias. Every warpgroup has its own buffer, refilled as soon as it has read it.
+template <class Tile, bool Shaped = Tile::kShaped>
+struct PrefillBiasShared {};
 template <class Tile>
-struct PrefillShared : PrefillBlocksShared<Tile> {
+struct PrefillBiasShared<Tile, true> {
+  uint64_t bias_full[Tile::kWarpgroups], bias_empty[Tile::kWarpgroups];
+};
+
+template <class Tile>
+struct PrefillShared : PrefillBlocksShared<Tile>, PrefillBiasShared<Tile> {
   PrefillBarriers<Tile> barriers;
   // Belong to the Q buffer: published by q_full, freed by q_empty.
   TileWork work[Tile::kQStages];
@@ -89,6 +98,9 @@ struct PrefillSmem {
     return q(Tile::kQStages, 0) + stage * Tile::kKBytes;
   }
   __device__ uint32_t v(uint32_t stage) const { return k(kKvStages) + stage * Tile::kVBytes; }
+  __device__ uint32_t bias(int warpgroup) const {  // there in calls with a bias only
+    return v(kKvStages) + warpgroup * Tile::kBiasBytes;
+  }
 };
 
 // Counts blocks through a ring of two buffers.
@@ -100,6 +112,7 @@ constexpr int kTurn = 1, kOwnThreads = 5, kInspectors = 9;
 
 struct PrefillMaps {
   CUtensorMap q, k, v, o;
+  CUtensorMap bias;  // in calls with a bias only
 };
 
 }  // namespace flashattn

@@ -29,6 +29,7 @@ class PrefillProducer {
   __device__ __forceinline__ void prepare() {
     for (const CUtensorMap* map : {&maps_.k, &maps_.q, &maps_.v, &maps_.o})
       tma_prefetch_descriptor(map);
+    if (Tile::kShaped && params_.features.bias.data) tma_prefetch_descriptor(&maps_.bias);
     if constexpr (!Tile::kAnyMask) first_work_ = work_of(blockIdx.x);
   }
 
@@ -100,6 +101,7 @@ class PrefillProducer {
 #pragma unroll 1
           for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(shared_.work[q_stage_], w);
         }
+        if constexpr (Tile::kShaped) load_bias(shared_.next_work, block_ - 1, block);
         waiting = block.as_last(!found.exists());
       }
       block = found;
@@ -230,6 +232,24 @@ class PrefillProducer {
     shared_.v_block[stage] = block;
     load_block<Tile::kValueChunks>(&maps_.v, shared_address(&shared_.barriers.v_raw[stage]),
                                    smem_.v(stage), block.block(), work.kv_head, work.v_batch);
+  }
+  // After K and V of the step, for which the warpgroups wait first.
+  __device__ __forceinline__ void load_bias(const TileWork& work, uint32_t i, FoundBlock block) {
+    const Broadcast& bias = params_.features.bias;
+    if (!is_loader() || bias.data == nullptr) return;
+    const int rows = bias.row == 0 ? 1 : kWarpgroupRows;
+#pragma unroll 1
+    for (int w = 0; w < Tile::kWarpgroups; ++w) {
+      const uint32_t barrier = shared_address(&shared_.bias_full[w]);
+      mbarrier_wait(shared_address(&shared_.bias_empty[w]), i % 2 ^ 1);
+      mbarrier_expect_tx(barrier, Tile::kBiasChunks * rows * 128);
+#pragma unroll
+      for (int chunk = 0; chunk < Tile::kBiasChunks; ++chunk)
+        tma_load_4d(smem_.bias(w) + chunk * Tile::kQChunkBytes, &maps_.bias, barrier,
+                    block.block() * Tile::kBlockKv + chunk * 64,
+                    bias.row == 0 ? 0 : work.position + w * kWarpgroupRows,
+                    bias.head == 0 ? 0 : work.head, remainder(work.batch, grid_.bias_batches));
+    }
   }
   template <int Chunks>
   __device__ __forceinline__ void load_block(const CUtensorMap* map, uint32_t barrier,

@@ -20,8 +20,8 @@
 namespace flashattn {
 
 template <class Tile>
-__device__ __forceinline__ void init_prefill_barriers(PrefillBarriers<Tile>& barriers,
-                                                      bool inspector) {
+__device__ __forceinline__ void init_prefill_barriers(PrefillShared<Tile>& shared, bool inspector) {
+  PrefillBarriers<Tile>& barriers = shared.barriers;
   constexpr int kWarps = 4 * Tile::kWarpgroups;
   for (int stage = 0; stage < Tile::kQStages; ++stage) {
     for (uint64_t& full : barriers.q_full[stage]) mbarrier_init(shared_address(&full), 1);
@@ -33,6 +33,10 @@ __device__ __forceinline__ void init_prefill_barriers(PrefillBarriers<Tile>& bar
     mbarrier_init(shared_address(&barriers.v_full[stage]), 1);
     mbarrier_init(shared_address(&barriers.v_empty[stage]), Tile::kWarpgroups);
     mbarrier_init(shared_address(&barriers.v_raw[stage]), 1);
+  }
+  if constexpr (Tile::kShaped) {
+    for (uint64_t& full : shared.bias_full) mbarrier_init(shared_address(&full), 1);
+    for (uint64_t& empty : shared.bias_empty) mbarrier_init(shared_address(&empty), 4);
   }
   mbarrier_init(shared_address(&barriers.counter_claimed), 1);
   mbarrier_init_fence();
@@ -65,7 +69,7 @@ __global__ void __launch_bounds__(Tile::kTile.threads(), 1)
   PrefillProducer<Tile> producer(maps, params, grid, smem, shared);
   // Side by side: nothing of this is worth waiting for.
   if (threadIdx.x == 0) producer.prepare();
-  if (threadIdx.x == 32) init_prefill_barriers<Tile>(shared.barriers, grid.inspect);
+  if (threadIdx.x == 32) init_prefill_barriers<Tile>(shared, grid.inspect);
   clear_left_over_rows(grid, smem);
   __syncthreads();
 
@@ -109,6 +113,7 @@ inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, 
   grid.q_batches = FastDivisor(params.q.batches);
   grid.k_batches = FastDivisor(params.k.batches);
   grid.v_batches = FastDivisor(params.v.batches);
+  grid.bias_batches = FastDivisor(params.features.bias.batches);
   grid.q_len = problem.q_len;
   grid.kv_len = problem.kv_len;
   grid.ragged = ragged;
@@ -135,6 +140,21 @@ inline TensorMapShape prefill_map_shape(const Strided& x, int dim, const Problem
           1};
 }
 
+// Keys are its columns; what it does not vary along is an axis of one entry.
+inline TensorMapShape bias_map_shape(const Broadcast& bias, const Problem& problem) {
+  return {bias.data,
+          bias.dtype == DType::kBF16,
+          problem.kv_len,
+          bias.row == 0 ? 1 : problem.q_len,
+          bias.head == 0 ? 1 : problem.q_heads,
+          bias.batches,
+          bias.row,
+          bias.head,
+          bias.batch,
+          bias.row == 0 ? 1 : kWarpgroupRows,
+          1};
+}
+
 inline Status encode_prefill_maps(PrefillMaps* maps, const PrefillParams& params,
                                   const TileGrid& grid, int block_kv) {
   const Problem& problem = params.problem;
@@ -153,6 +173,10 @@ inline Status encode_prefill_maps(PrefillMaps* maps, const PrefillParams& params
     return k;
   if (Status v = encode_tensor_map_4d(&maps->v, keys(params.v, problem.value_dim)); !v.ok())
     return v;
+  if (const Broadcast& bias = params.features.bias; bias.data != nullptr) {
+    const TensorMapShape shape = bias_map_shape(bias, problem);
+    if (Status status = encode_tensor_map_4d(&maps->bias, shape); !status.ok()) return status;
+  }
   return encode_tensor_map_packed(&maps->o, rows(params.o, problem.value_dim), grid.packed_heads);
 }
 
@@ -170,7 +194,7 @@ Status launch_prefill_tile_sm90(const PrefillParams& params, const Device& devic
                                 cudaStream_t stream) {
   using Tile = PrefillTile<TileIndex>;
   TileGrid grid = prefill_grid(Tile::kTile, params, device.sm_count);
-  PrefillMaps maps;
+  PrefillMaps maps = {};
   if (Status status = encode_prefill_maps(&maps, params, grid, Tile::kBlockKv); !status.ok())
     return {"prefill_sm90: " + status.message};
   PrefillScale<Tile> scale = prefill_scale<Tile>(params);
@@ -178,7 +202,7 @@ Status launch_prefill_tile_sm90(const PrefillParams& params, const Device& devic
   void* args[] = {&maps, &kernel_params, &grid, &scale};
   const Launch what = {"prefill_sm90", reinterpret_cast<const void*>(&prefill_sm90_kernel<T, Tile>),
                        dim3(std::min(grid.tiles, device.sm_count)), Tile::kTile.threads(),
-                       Tile::kTile.shared_memory()};
+                       Tile::kTile.shared_memory(params.features.bias.data != nullptr)};
   return launch(what, args, device, stream);
 }
 

@@ -87,7 +87,9 @@ class RowMasks {
   template <int N>
   __device__ __forceinline__ void hide_other_segments(float (&s)[N], int first_key) const {
     const int32_t row_segments[2] = {segment(0), segment(1)};
-    const int32_t* segments = key_segments();
+    auto address = reinterpret_cast<int64_t>(key_segments());
+    opaque(address);  // else it is worked out anew for each
+    const auto* segments = reinterpret_cast<const int32_t*>(address);
     const int key = first_key + 2 * quad_lane(), last_key = work_.kv_len - 1;
 #pragma unroll
     for (int j = 0; j < N / 4; ++j) {
@@ -107,36 +109,53 @@ class RowMasks {
   // In groups of 32 keys, of which each lane of a quad reads 8 for both rows: neighbouring bytes.
   template <int N>
   __device__ __forceinline__ void hide_masked(float (&s)[N], int first_key) const {
-    const int key = first_key + 8 * quad_lane(), kv_len = work_.kv_len;
+    static_assert(N % kGroupRegs == 0, "whole groups");
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const uint8_t* of_row = mask(row);
+      uint32_t own[N / kGroupRegs];
+      read_mask(own, mask(row), first_key);
 #pragma unroll
       for (int group = 0; group < N; group += kGroupRegs) {
-        const int first = key + group_first_column(group);
-        uint32_t bits = mask_bits(of_row, first, kv_len) << (8 * quad_lane());
+        uint32_t bits = own[group / kGroupRegs] << (8 * quad_lane());
         bits |= __shfl_xor_sync(kWholeWarp, bits, 1);
         bits |= __shfl_xor_sync(kWholeWarp, bits, 2);
         bits >>= 2 * quad_lane();  // this lane's columns are two bits of every byte
 #pragma unroll
-        for (int i = group; i < group + kGroupRegs && i < N; ++i)
+        for (int i = group; i < group + kGroupRegs; ++i)
           if (i / 2 % 2 == row && !(bits >> (8 * ((i - group) / 4) + i % 2) & 1)) s[i] = -INFINITY;
       }
     }
   }
-  // Of 8 keys from this one on.
-  __device__ __forceinline__ uint32_t mask_bits(const uint8_t* of_row, int key, int kv_len) const {
+  // This lane's 8 bits of each group. All of a row is on its way at once: a wait for each group
+  // would take longer than the step. What lies beyond the last key is hidden already, and read as
+  // some other 8 keys of the row.
+  template <int Groups>
+  __device__ __forceinline__ void read_mask(uint32_t (&own)[Groups], const uint8_t* of_row,
+                                            int first_key) const {
+    const int key = first_key + 8 * quad_lane(), kv_len = params_.problem.kv_len;
     int64_t col = params_.features.mask.col;
     opaque(col);
     const uint8_t* at = of_row + key * col;
-    if (col == 1 && key + 8 <= kv_len && reinterpret_cast<uintptr_t>(at) % 8 == 0) {
-      const uint2 bytes = __ldg(reinterpret_cast<const uint2*>(at));
+    const bool in_pieces = kv_len % 8 == 0 || first_key + 32 * Groups <= kv_len;
+    if (col == 1 && in_pieces && reinterpret_cast<uintptr_t>(at) % 8 == 0) {
+      uint2 bytes[Groups];
+#pragma unroll
+      for (int g = 0; g < Groups; ++g) bytes[g] = load_now_b64(at + min(32 * g, kv_len - 8 - key));
       // Bytes are 0 or 1; the product carries byte i to bit 28 + i.
-      return bytes.x * 0x10204080u >> 28 | bytes.y * 0x10204080u >> 28 << 4;
+#pragma unroll
+      for (int g = 0; g < Groups; ++g)
+        own[g] = bytes[g].x * 0x10204080u >> 28 | bytes[g].y * 0x10204080u >> 28 << 4;
+    } else {
+#pragma unroll
+      for (int g = 0; g < Groups; ++g)
+        own[g] = mask_bits(at + 32 * g * col, col, kv_len - key - 32 * g);
     }
+  }
+  // Of 8 keys, or as many as there are.
+  static __device__ __forceinline__ uint32_t mask_bits(const uint8_t* at, int64_t col, int keys) {
     uint32_t bits = 0;
 #pragma unroll 1
-    for (int i = 0; i < 8 && key + i < kv_len; ++i) bits |= (__ldg(at + i * col) ? 1u : 0u) << i;
+    for (int i = 0; i < 8 && i < keys; ++i) bits |= (__ldg(at + i * col) ? 1u : 0u) << i;
     return bits;
   }
 

@@ -1,4 +1,4 @@
-// Soft cap and ALiBi on the accumulators of wgmma (layout: softmax_sm90.cuh).
+// Soft cap, ALiBi and a bias on the accumulators of wgmma (layout: softmax_sm90.cuh).
 #ifndef FLASHATTN_CUDA_SCORE_SHAPE_SM90_CUH_
 #define FLASHATTN_CUDA_SCORE_SHAPE_SM90_CUH_
 
@@ -7,17 +7,20 @@
 
 #include "params.h"
 #include "ptx.cuh"
+#include "score.cuh"
 #include "softmax_sm90.cuh"
 #include "tile_scheduler.cuh"
 
 namespace flashattn {
 
-constexpr int kSoftCap = 1, kAlibi = 2;
+constexpr int kSoftCap = 1, kAlibi = 2, kBias = 4;
 
 // Makes raw products logits in log2 units; filled on the host.
 struct ShapeScale {
   float product;  // multiplies a product; with a cap, gives the power of two that tanh needs
-  int features;   // kSoftCap, kAlibi
+  float natural;  // the same in natural units, without a cap
+  int features;   // kSoftCap, kAlibi, kBias
+  int bias_step;  // rows of the bias from a row to the next: 0 where it is the same for all
   float cap;      // in log2 units
   float minus_two_caps;
   // cap tanh(x) = s (odd[0] + odd[1] s^2 + ...) for x^2 <= kSeriesLimit, where s is the product and
@@ -38,7 +41,10 @@ inline ShapeScale make_shape_scale(const PrefillParams& params) {
   const double log2_scale = scores.scale * kLog2e;
   ShapeScale shape = {};
   if (params.features.alibi_slopes) shape.features |= kAlibi;
+  if (params.features.bias.data) shape.features |= kBias;
+  shape.bias_step = params.features.bias.row == 0 ? 0 : 1;
   shape.product = static_cast<float>(log2_scale);
+  shape.natural = static_cast<float>(scores.scale);
   if (scores.softcap == 0.0) return shape;
   shape.features |= kSoftCap;
   const double cap = scores.softcap * kLog2e, ratio = scores.scale / scores.softcap;
@@ -108,10 +114,11 @@ class ScoreShape {
     distance_ = static_cast<float>(position + work.shift - column);
   }
 
-  // The scores of the block that begins with this key, from raw products.
-  template <int N>
-  __device__ __forceinline__ void apply(float (&s)[N], const ShapeScale& scale,
-                                        int first_key) const {
+  // The scores of the block that begins with this key, from raw products. `for_each_bias(f)` calls
+  // f(i, bias of s[i]).
+  template <int N, class ForEachBias>
+  __device__ __forceinline__ void apply(float (&s)[N], const ShapeScale& scale, int first_key,
+                                        ForEachBias for_each_bias) const {
     const int features = features_of(scale);
     if (features & kSoftCap) cap_scores(s, scale);
     const float factor = features & kSoftCap ? 1.0f : scale.product;
@@ -120,20 +127,29 @@ class ScoreShape {
 #pragma unroll
       for (int i = 0; i < N; ++i)
         s[i] = fmaf(-slope_, fabsf(distance + row(i) - column(i)), s[i] * factor);
-    } else if (!(features & kSoftCap)) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) s[i] *= factor;
+    }
+    if (features & kBias) {
+      const float left = features == kBias ? factor : 1.0f;
+      for_each_bias(
+          [&](int i, float bias) { s[i] = fmaf(bounded_bias(bias), kLog2e, s[i] * left); });
     }
   }
 
   // Their exponentials, beside the references of the rows. Where all keys lie before their queries,
   // which is most blocks of causal attention, ALiBi's distance is linear: no absolute value, and
-  // the rows' part of it joins the reference. The soft cap's last factor joins it too.
-  template <int N>
+  // the rows' part of it joins the reference. The soft cap's last factor joins it too. A bias alone
+  // is added in natural units, one FFMA a score. That is exact enough since no reference is far
+  // from 0 here (kFar); a huge bias need not be bounded, for below it counts nothing, and above the
+  // exponentials are infinite and apply() is next.
+  template <int N, class ForEachBias>
   __device__ __forceinline__ float2 exponentials(float (&s)[N], const ShapeScale& scale,
-                                                 int first_key, float ref0, float ref1) const {
+                                                 int first_key, ForEachBias for_each_bias,
+                                                 float ref0, float ref1) const {
     const int features = features_of(scale);
-    if (features == kAlibi) {
+    if (features == kBias) {
+      for_each_bias([&](int i, float bias) { s[i] = fmaf(s[i], scale.natural, bias); });
+      return flashattn::exponentials<false>(s, ref0, ref1, kLog2e);
+    } else if (features == kAlibi) {
       const float distance = distance_ - static_cast<float>(first_key);
       if (__all_sync(kWholeWarp, distance >= column(N - 1))) {
         const float of_row[2] = {fmaf(-slope_, distance, -ref0),
@@ -148,7 +164,7 @@ class ScoreShape {
         return fmaf(s[i], factor, i / 2 % 2 == 0 ? -ref0 : -ref1);
       });
     }
-    apply(s, scale, first_key);
+    apply(s, scale, first_key, for_each_bias);
     return flashattn::exponentials<false>(s, ref0, ref1, 1.f);
   }
 
@@ -167,21 +183,27 @@ class ScoreShape {
   float distance_ = 0.f;  // of the first row from this thread's first column of a block at key 0
 };
 
-// Those of the block that begins with a key, as PlainScores.
+// Those of the block that begins with a key, as PlainScores. `for_each_bias(again, f)`: as above; a
+// block's bias is to be had once, and again at a price.
+template <class ForEachBias>
 struct ShapedScores {
   const ScoreShape& shape;
   const ShapeScale& scale;
   int first_key;
+  ForEachBias for_each_bias;
 
   template <int N>
   __device__ __forceinline__ float2 exponentials(float (&s)[N], float ref0, float ref1) const {
-    return shape.exponentials(s, scale, first_key, ref0, ref1);
+    return shape.exponentials(
+        s, scale, first_key, [&](auto f) { for_each_bias(false, f); }, ref0, ref1);
   }
   template <int N>
-  __device__ __forceinline__ void apply(float (&s)[N]) const {
-    shape.apply(s, scale, first_key);
+  __device__ __forceinline__ void apply(float (&s)[N], bool again = false) const {
+    shape.apply(s, scale, first_key, [&](auto f) { for_each_bias(again, f); });
   }
 };
+template <class ForEachBias>
+ShapedScores(const ScoreShape&, const ShapeScale&, int, ForEachBias) -> ShapedScores<ForEachBias>;
 
 }  // namespace flashattn
 

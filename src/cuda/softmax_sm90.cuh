@@ -17,6 +17,9 @@
 namespace flashattn {
 
 constexpr unsigned kWholeWarp = 0xffffffffu;
+// A row whose best score so far is this far from 0 (log2 units) has met, as a rule, only keys that
+// a large negative bias hides, so that the next one may be anywhere above.
+constexpr float kFar = 1e4f;
 
 struct OnlineRows {
   float ref[2];       // log2 units
@@ -24,7 +27,8 @@ struct OnlineRows {
   float factor[2];    // what O has to be multiplied with before the next product is added
   bool o_is_behind;   // some factor of the warp is not 1
   bool use_maximum;   // the warp takes the row maximum for the rest of the tile
-  bool wait_for_key;  // so it does as long as some of its rows has met no key; any mask only
+  bool wait_for_key;  // so it does as long as some of its rows has met no key to speak of; any
+                      // mask only
 };
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -115,7 +119,7 @@ struct PlainScores {
     return flashattn::exponentials<false>(s, ref0, ref1, c);
   }
   template <int N>
-  __device__ __forceinline__ void apply(float (&)[N]) const {}
+  __device__ __forceinline__ void apply(float (&)[N], bool = false) const {}
 };
 
 // This thread's share of the row maxima.
@@ -138,12 +142,12 @@ __device__ __forceinline__ void softmax_first(float (&s)[N], OnlineRows& rows, f
                                               const VisibleColumns& visible) {
   // The next blocks may exceed this one's maximum by about as much as the maxima of this block's
   // columns differ among themselves. Where that comes near the 2^126 that p can hold, the row
-  // maximum is the cheaper way from the start.
+  // maximum is the cheaper way from the start. Columns that a bias hides say nothing.
   constexpr float kWideSpread = 80.f;
   const float2 partial = partial_maximum<ByGroup>(s, visible.any_row);
   const float maximum[2] = {quad_max(partial.x), quad_max(partial.y)};
   const float spread = fmaxf((maximum[0] - partial.x) * c, (maximum[1] - partial.y) * c);
-  rows.use_maximum = __any_sync(kWholeWarp, spread > kWideSpread && spread < INFINITY);
+  rows.use_maximum = __any_sync(kWholeWarp, spread > kWideSpread && spread < kFar);
   rows.o_is_behind = false;
   float ref[2];
 #pragma unroll
@@ -183,7 +187,8 @@ __device__ __forceinline__ void softmax_with_maximum(float (&s)[N], OnlineRows& 
 }
 
 __device__ __forceinline__ void note_rows_without_key(OnlineRows& rows) {
-  rows.wait_for_key = __any_sync(kWholeWarp, rows.ref[0] == -INFINITY || rows.ref[1] == -INFINITY);
+  rows.wait_for_key =
+      __any_sync(kWholeWarp, fabsf(rows.ref[0]) > kFar || fabsf(rows.ref[1]) > kFar);
 }
 
 // Up to here a thread's share of a block's row sums leaves P and all that is made of it in range.
@@ -218,12 +223,14 @@ __device__ __forceinline__ void raise_reference(float (&p)[N], OnlineRows& rows,
 // again, and recomputing is dear. Each outcome is the softmax with some finite reference. The
 // choice depends on the tile's own data alone, so results repeat bit by bit. A NaN needs no
 // detection: it is in the sum. MayWait: rows may have met no key before. `scores` makes scores, or
-// their exponentials, of the products in s; c is what the scores are multiplied by then.
+// their exponentials, of the products in s, for the first time or again; c is what the scores are
+// multiplied by then.
 template <class T, bool Convert, bool MayWait, int N, class Scores, class RecomputeS>
 __device__ __forceinline__ void softmax_max_free(float (&s)[N], OnlineRows& rows, float c,
                                                  uint32_t (&p_regs)[N / 2], const Scores& scores,
                                                  RecomputeS recompute_s) {
   constexpr float kSafeToSum = 0x1p120f;
+  bool again = false;
   if (!rows.use_maximum && !(MayWait && rows.wait_for_key)) {
     const float2 sum = scores.exponentials(s, rows.ref[0], rows.ref[1]);
     if constexpr (Convert) convert_p<T>(s, p_regs);
@@ -240,9 +247,9 @@ __device__ __forceinline__ void softmax_max_free(float (&s)[N], OnlineRows& rows
       return;
     }
     recompute_s(s);
-    rows.use_maximum = true;
+    again = rows.use_maximum = true;
   }
-  scores.apply(s);
+  scores.apply(s, again);
   softmax_with_maximum<MayWait>(s, rows, c);
   if constexpr (MayWait) note_rows_without_key(rows);
   if constexpr (Convert) convert_p<T>(s, p_regs);

@@ -33,6 +33,7 @@ struct TileGrid {
   uint64_t* counter;        // null: tile + gridDim.x follows tile
   uint64_t counter_tag;     // 40 bits, this launch's own
   FastDivisor by_packed_heads;
+  FastDivisor bias_batches;
 };
 
 // The block counter lies in memory that nobody initialised. A word counts for this launch once its

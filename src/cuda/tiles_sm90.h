@@ -17,7 +17,7 @@ enum class ScoreKind {
   kFull,    // every query sees all keys of its sequence
   kCausal,  // up to its own position
   kMasked,  // any window, segments, a boolean mask, sinks
-  kShaped,  // and a soft cap, ALiBi slopes
+  kShaped,  // and a soft cap, ALiBi slopes, a bias
 };
 
 // One kernel. `why` is what measurement said against the alternatives (bf16, H200, TFLOP/s).
@@ -53,9 +53,14 @@ struct TileSm90 {
   constexpr bool finds_blocks() const {
     return kind == ScoreKind::kMasked || kind == ScoreKind::kShaped;
   }
+  constexpr int bias_chunks() const { return (block_kv + 63) / 64; }  // of 64 keys
+  constexpr int bias_bytes() const {                                  // of one warpgroup
+    return kWarpgroupRows * bias_chunks() * 128;
+  }
   // Tiles, and room to align them to the 1024 bytes that the swizzle repeats after.
-  constexpr int shared_memory() const {
-    return q_stages * warpgroups * q_bytes() + kKvStages * (k_bytes() + v_bytes()) + 1024;
+  constexpr int shared_memory(bool bias) const {
+    return q_stages * warpgroups * q_bytes() + kKvStages * (k_bytes() + v_bytes()) +
+           (bias ? warpgroups * bias_bytes() : 0) + 1024;
   }
 };
 
@@ -113,7 +118,7 @@ constexpr int kNumPrefillTilesSm90 = sizeof(kPrefillTilesSm90) / sizeof(kPrefill
 
 constexpr bool tiles_fit(int shared_memory_limit) {
   for (const TileSm90& tile : kPrefillTilesSm90)
-    if (tile.shared_memory() > shared_memory_limit) return false;
+    if (tile.shared_memory(tile.kind == ScoreKind::kShaped) > shared_memory_limit) return false;
   return true;
 }
 static_assert(tiles_fit(226 * 1024), "an SM has 227 KB, of which 1 KB holds barriers");
@@ -128,7 +133,8 @@ constexpr int compiled_head_dim_sm90(int head_dim) {
 constexpr ScoreKind score_kind_sm90(const PrefillParams& params) {
   const Scores& scores = params.scores;
   const Features& features = params.features;
-  if (scores.softcap != 0.0 || features.alibi_slopes) return ScoreKind::kShaped;
+  if (scores.softcap != 0.0 || features.alibi_slopes || features.bias.data)
+    return ScoreKind::kShaped;
   const bool bounded_right = scores.window_right != kUnlimited;
   if (scores.window_left != kUnlimited || (bounded_right && scores.window_right != 0) ||
       features.mask.data || features.query_segments || features.sinks)
@@ -160,7 +166,7 @@ constexpr int packed_heads_sm90(const TileSm90& tile, const PrefillParams& param
   const Features& features = params.features;
   const int q_len = params.problem.q_len, group = params.problem.group();
   if (group == 1 || group > kWarpgroupRows) return 1;
-  if (features.alibi_slopes || features.mask.data) return 1;
+  if (features.alibi_slopes || features.bias.data || features.mask.data) return 1;
   const int packed_block = tile.warpgroups * (kWarpgroupRows / group);  // in query positions
   const int64_t packed_tiles = (q_len - 1) / packed_block + 1;
   const int64_t plain_tiles = int64_t{group} * ((q_len - 1) / tile.block_q() + 1);
@@ -174,7 +180,19 @@ constexpr bool tma_can_walk(const Strided& x, int64_t length, int heads) {
   const bool batch = x.batches == 1 || (x.batch > 0 && x.batch % 8 == 0);
   return seq && head && batch;
 }
-inline bool tma_aligned(const Strided& x) { return reinterpret_cast<uintptr_t>(x.data) % 16 == 0; }
+inline bool tma_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+inline bool tma_aligned(const Strided& x) { return tma_aligned(x.data); }
+
+// The same of a bias, which comes by TMA too.
+inline const char* bias_refusal_sm90(const Broadcast& bias, DType dtype) {
+  if (bias.data == nullptr) return nullptr;
+  if (bias.dtype != dtype) return "the bias has another dtype than the query";
+  if (bias.col != 1) return "the bias is the same for all keys";
+  if (!tma_aligned(bias.data)) return "the bias does not start at a multiple of 16 bytes";
+  if (bias.row % 8 != 0 || bias.head % 8 != 0 || (bias.batches > 1 && bias.batch % 8 != 0))
+    return "the rows of the bias are not a multiple of 16 bytes apart";
+  return nullptr;
+}
 
 // Why the Hopper forward does not take a call, as a clause for `explain`; null: it does.
 inline const char* prefill_sm90_refusal(const PrefillParams& params) {
@@ -184,7 +202,7 @@ inline const char* prefill_sm90_refusal(const PrefillParams& params) {
   if (problem.widest_dim() > 256) return "the head dim is above 256";
   if (problem.head_dim % 8 != 0 || problem.value_dim % 8 != 0)
     return "the head dim is not a multiple of 8";
-  if (params.features.bias.data) return "there is a bias";
+  if (const char* refusal = bias_refusal_sm90(params.features.bias, problem.dtype)) return refusal;
   if (!tma_aligned(params.q) || !tma_aligned(params.k) || !tma_aligned(params.v) ||
       !tma_aligned(params.o))
     return "an operand does not start at a multiple of 16 bytes";
