@@ -21,6 +21,14 @@
 
 namespace flashattn {
 
+// The tile's index stays in a register up to this head dim. Code for 8.0 takes more registers than
+// for 9.0, and would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr int kMostDimsWithTile = 256;
+#else
+constexpr int kMostDimsWithTile = 96;
+#endif
+
 template <class T, int HeadDim, bool Featured>
 __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
                                   prefill_tile_sm80(HeadDim).blocks_per_sm)
@@ -86,13 +94,18 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
     // Read behind the loop's first barrier.
     block.template find_tiles<kBlockQ, Kernel::kWarpRows>();
 
+    constexpr bool kTileInMemory = Featured || HeadDim > kMostDimsWithTile;
     while (tile < block.finder.end()) {
-      if constexpr (Featured) {
+      if constexpr (kTileInMemory) {
         block.tile[opaque_thread() / 32] = tile;
         block.next_tile[opaque_thread() / 32] = find_tile(tile + 1);
       }
-      const auto next = [&] { return Featured ? block.next_tile[opaque_thread() / 32] : tile + 1; };
-      const auto this_tile = [&] { return Featured ? block.tile[opaque_thread() / 32] : tile; };
+      const auto next = [&] {
+        return kTileInMemory ? block.next_tile[opaque_thread() / 32] : tile + 1;
+      };
+      const auto this_tile = [&] {
+        return kTileInMemory ? block.tile[opaque_thread() / 32] : tile;
+      };
 
       const auto take_values = [&] {
         if (may_hide_keys<Featured>(block, this_tile()) &&
@@ -150,7 +163,7 @@ __global__ void __launch_bounds__(32 * prefill_tile_sm80(HeadDim).warps,
 
       ring.rotate();
       tile = next();
-      if constexpr (Featured) __syncwarp();  // before a lane writes the one after
+      if constexpr (kTileInMemory) __syncwarp();  // before a lane writes the one after
     }
     cp_async_wait<0>();  // of Q, if there was no tile
     __syncthreads();     // the buffers become the staging tile
