@@ -295,7 +295,7 @@ def build(result: dict) -> list[str]:
     )
     return [
         f"A clean build with CUDA {meta['cuda']} took {cost['processor_seconds'] / 60:.0f} minutes of "
-        f"processor time, {cost['seconds'] / 60:.0f} minutes on {cost['cores']} cores",
+        f"processor time, {cost['seconds'] / 60:.1f} minutes on {cost['cores']} cores",
         f"({cost['processor']}). The wheel is {cost['wheel_bytes'] / 1e6:.1f} MB ({others}).",
     ]
 
