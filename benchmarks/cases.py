@@ -241,6 +241,7 @@ def feature_cases() -> list[Case]:
         _prefill(*plain, features=(("segments", 64),)),
         _prefill(*plain, causal=False),
         _prefill(*plain, causal=False, features=(("mask", True),)),  # of padding
+        _prefill(*plain, causal=False, features=(("mask", "rows"),)),  # each query its own
         _prefill(1, 16384, 16, 16, 128),
         _prefill(1, 16384, 16, 16, 128, features=(("window", 1024),)),
     ]
@@ -359,7 +360,7 @@ def smoke_cases(benchmark: str) -> list[Case]:
     if benchmark == "features":
         names = ("softcap", "sinks", "alibi", "bias", "mask", "lengths", "segments", "window")
         values = (20.0, True, True, True, True, "random", 4, 16)
-        features = [*zip(names, values, strict=True), ("value_dim", 32)]
+        features = [*zip(names, values, strict=True), ("mask", "rows"), ("value_dim", 32)]
         cases = [_prefill(1, 128, 4, 2, 64, features=(feature,)) for feature in features]
         caches = (("window", 64), ("cache", "float8_e4m3fn"), ("cache", "int8"))
         cases += [*decode, *(_decode(2, 256, 8, 2, 64, features=(cache,)) for cache in caches)]

@@ -140,7 +140,8 @@ def _extra(case: Case) -> dict:
         elif name == "bias":
             extra["bias"] = _normal(jax.random.key(1), (1, case.N, case.T, case.S), case.dtype)
         elif name == "mask":
-            extra["mask"] = generator.random((case.B, 1, 1, case.S)) < 0.75
+            rows = case.T if value == "rows" else 1
+            extra["mask"] = generator.random((case.B, 1, rows, case.S), np.float32) < 0.75
         elif name == "segments":
             ids = np.arange(case.T) * value // case.T
             ids = np.broadcast_to(ids, (case.B, case.T)).astype(np.int32)

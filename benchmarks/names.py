@@ -6,6 +6,7 @@ import sys
 
 PEERS = {
     "flash_sm80": "our generic kernel, on a GPU that has a faster one too",
+    "flash_deterministic": "ours with deterministic=True (backward)",
     "cudnn": "jax.nn.dot_product_attention, cuDNN",
     "fa3": "FlashAttention-3 by flash-attn3-jax (decode: its best num_splits)",
     "tokamax": "tokamax, mosaic, its own choice of configuration",
@@ -27,7 +28,9 @@ UNITS = {
     "l2": "L2",
     "dram": "memory",
 }
-ON_REQUEST = ("tokamax_tuned", "flash_sm80")  # the former compiles a hundred kernels for each shape
+OWN_VARIANTS = ("flash_sm80", "flash_deterministic")  # no peers: nobody is ahead of them or behind
+# tokamax_tuned compiles a hundred kernels for each shape.
+ON_REQUEST = ("tokamax_tuned", *OWN_VARIANTS)
 
 
 def select(text: str) -> list[str]:

@@ -33,6 +33,7 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 PACKAGES = {
     "flash": "jax_flashattn",
     "flash_sm80": "jax_flashattn",
+    "flash_deterministic": "jax_flashattn",
     "fa3": "flash-attn3-jax",
     "tokamax": "tokamax",
     "tokamax_tuned": "tokamax",
@@ -102,10 +103,10 @@ def _jax_call(inputs: Inputs, attend, **extra) -> dict[str, Call]:
 # Ours ---------------------------------------------------------------------------------------------
 
 
-def flash(inputs: Inputs):
+def flash(inputs: Inputs, **options):
     import jax_flashattn
 
-    case, arrays, options = inputs.case, {}, {}
+    case, arrays = inputs.case, {}
     for name, value in inputs.extra.items():
         (arrays if isinstance(value, jax.Array) else options)[name] = value
     if layout := case.feature("layout"):
@@ -114,9 +115,6 @@ def flash(inputs: Inputs):
         return _jax_call(inputs, functools.partial(jax_flashattn.decode, **options), **arrays)
     prefill = functools.partial(jax_flashattn.prefill, causal=case.causal, **options)
     return _jax_call(inputs, prefill, **arrays)
-
-
-# jax.nn and what comes with JAX -------------------------------------------------------------------
 
 
 def flash_sm80(inputs: Inputs):
@@ -140,6 +138,15 @@ def flash_sm80(inputs: Inputs):
         name: dataclasses.replace(call, start=limited(call.start))
         for name, call in flash(inputs).items()
     }
+
+
+def flash_deterministic(inputs: Inputs):
+    if inputs.case.benchmark != "backward":
+        raise Refused("is deterministic anyway")
+    return flash(inputs, deterministic=True)
+
+
+# jax.nn and what comes with JAX -------------------------------------------------------------------
 
 
 def cudnn(inputs: Inputs):
@@ -436,6 +443,7 @@ def _torch(inputs: Inputs, backend: str):
 IMPLEMENTATIONS = {
     "flash": flash,
     "flash_sm80": flash_sm80,
+    "flash_deterministic": flash_deterministic,
     "cudnn": cudnn,
     "fa3": fa3,
     "tokamax": tokamax,

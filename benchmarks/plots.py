@@ -9,6 +9,7 @@ from tables import OURS
 
 COLORS = {
     "flash_sm80": "tab:pink",
+    "flash_deterministic": "tab:brown",
     OURS: "black",
     "cudnn": "tab:green",
     "fa3": "tab:orange",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from cases import feature_cases
-from names import PEERS, UNITS
+from names import OWN_VARIANTS, PEERS, UNITS
 
 OURS = "flash"
 EXPONENTIALS_PER_CLOCK = 16  # of one multiprocessor
@@ -438,7 +438,7 @@ def _is_contender(row: dict) -> bool:
 
 
 def _is_peer(name: str, row: dict) -> bool:
-    return _is_contender(row) and name not in (OURS, "flash_sm80")
+    return _is_contender(row) and name not in (OURS, *OWN_VARIANTS)
 
 
 def _ratio(rows: dict) -> float | None:

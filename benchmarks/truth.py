@@ -169,7 +169,8 @@ def _visible_and_bias(inputs: Inputs, batch: int, head: int, rows: np.ndarray):
         ids = extra["query_segment_ids"][batch]
         visible &= ids[rows][:, None] == ids[None, :]
     if "mask" in extra:
-        visible &= extra["mask"][batch, 0]
+        mask = extra["mask"][batch, 0]
+        visible &= mask[rows] if len(mask) > 1 else mask
     bias = np.zeros((1, 1))
     if "alibi_slopes" in extra:
         bias = -extra["alibi_slopes"][head] * np.abs(column - position)

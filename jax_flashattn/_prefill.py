@@ -306,13 +306,12 @@ def _tangent(operands, options):
 def _tangent_transpose(cotangents, *operands, names, options, partition):
     operands = dict(zip(names, operands, strict=True))
     primals, tangents = _split_tangents(operands)
-    out, lse = primals["out"], primals["lse"]
-    dout, dlse = (
-        jnp.zeros(like.shape, like.dtype) if type(ct) is ad.Zero else ct
-        for ct, like in zip(cotangents, (out, lse), strict=True)
-    )
+    out, (dout, dlse) = primals["out"], cotangents
+    given = {"dout": jnp.zeros(out.shape, out.dtype) if type(dout) is ad.Zero else dout}
+    if type(dlse) is not ad.Zero:
+        given["dlse"] = dlse
     wanted = tuple(n for n, t in tangents.items() if ad.is_undefined_primal(t))
-    grads = _backward(primals | {"dout": dout, "dlse": dlse}, wanted, options)
+    grads = _backward(primals | given, wanted, options)
     return [
         grads[n.removeprefix("tangent:")]
         if n.startswith("tangent:") and n.removeprefix("tangent:") in grads
@@ -361,7 +360,7 @@ def _emit_backward(platform, operands, results, options):
     if 0 in (size["b"], size["t"], size["n"], size["s"]):
         return [jnp.zeros(x.shape, x.dtype) for x in results.values()]
     operands = dict(operands)
-    for name in ("out", "lse", "dout", "dlse"):  # the kernel takes these one an entry
+    for name in {"out", "lse", "dout", "dlse"} & operands.keys():  # the kernel takes these one an entry
         operands[name] = _blockwise.repeat(operands[name], size["b"])
     attributes = score_attributes(options) | {"deterministic": options.deterministic}
     if platform == "cpu":
@@ -383,8 +382,8 @@ def _backward_reference(with_bias):
     def backward(operands, options):
         operands = dict(operands)
         size = options.sizes(operands, operands.values())["b"]
-        cotangents = operands.pop("dout"), operands.pop("dlse")
-        operands.pop("out"), operands.pop("lse")
+        out, lse, dout = operands.pop("out"), operands.pop("lse"), operands.pop("dout")
+        cotangents = dout, operands.pop("dlse", jnp.zeros(lse.shape, lse.dtype))
         names = ["query", "key", "value"] + (["sinks"] if "sinks" in operands else [])
         names += ["bias"] if with_bias else []
         moving = {n: _blockwise.repeat(operands[n], size) for n in names}

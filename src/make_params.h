@@ -31,7 +31,8 @@ inline const std::vector<BufferName> kPrefillResults = {
 
 inline const std::vector<BufferName> kBackwardOperands = [] {
   std::vector<BufferName> names = kPrefillOperands;
-  for (const char* name : {"out", "lse", "dout", "dlse"}) names.push_back({name, true});
+  for (const char* name : {"out", "lse", "dout"}) names.push_back({name, true});
+  names.push_back({"dlse", false});  // absent: zero
   return names;
 }();
 inline const std::vector<BufferName> kBackwardResults = {{"dquery", true}, {"dkey", true},
@@ -327,7 +328,10 @@ inline ffi::ErrorOr<BackwardParams> make_backward_params(const BackwardAttrs& at
   ffi::Error e = first_error(
       {bind_outputs(in, layout, pr, &p.forward.o, &p.forward.lse),
        check_buffer(in, "dout", pr.dtype, layout.shape(batch, pr.q_len, pr.q_heads, pr.value_dim)),
-       check_buffer(in, "dlse", row_dtype(pr.dtype), layout.row_shape(batch, pr.q_len, pr.q_heads)),
+       in.find("dlse") == nullptr
+           ? ffi::Error::Success()
+           : check_buffer(in, "dlse", row_dtype(pr.dtype),
+                          layout.row_shape(batch, pr.q_len, pr.q_heads)),
        check_buffer(out, "dquery", pr.dtype,
                     layout.shape(batch, pr.q_len, pr.q_heads, pr.head_dim)),
        check_buffer(out, "dkey", pr.dtype,
@@ -336,7 +340,7 @@ inline ffi::ErrorOr<BackwardParams> make_backward_params(const BackwardAttrs& at
                     layout.shape(batch, pr.kv_len, pr.kv_heads, pr.value_dim))});
   if (e.failure()) return ffi::Unexpected(e);
   p.dout = layout.strided(in["dout"]);
-  p.dlse = layout.rows(in["dlse"]);
+  if (const ffi::AnyBuffer* dlse = in.find("dlse")) p.dlse = layout.rows(*dlse);
   p.dq = layout.strided(out["dquery"]);
   p.dk = layout.strided(out["dkey"]);
   p.dv = layout.strided(out["dvalue"]);
