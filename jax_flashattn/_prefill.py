@@ -360,8 +360,9 @@ def _emit_backward(platform, operands, results, options):
     if 0 in (size["b"], size["t"], size["n"], size["s"]):
         return [jnp.zeros(x.shape, x.dtype) for x in results.values()]
     operands = dict(operands)
-    for name in {"out", "lse", "dout", "dlse"} & operands.keys():  # the kernel takes these one an entry
-        operands[name] = _blockwise.repeat(operands[name], size["b"])
+    for name in ("out", "lse", "dout", "dlse"):  # the kernel takes these one an entry
+        if name in operands:
+            operands[name] = _blockwise.repeat(operands[name], size["b"])
     attributes = score_attributes(options) | {"deterministic": options.deterministic}
     if platform == "cpu":
         return list(_ffi.call("backward", operands, results, **attributes).values())
@@ -382,8 +383,9 @@ def _backward_reference(with_bias):
     def backward(operands, options):
         operands = dict(operands)
         size = options.sizes(operands, operands.values())["b"]
-        out, lse, dout = operands.pop("out"), operands.pop("lse"), operands.pop("dout")
-        cotangents = dout, operands.pop("dlse", jnp.zeros(lse.shape, lse.dtype))
+        operands.pop("out")
+        no_dlse = jnp.zeros_like(operands.pop("lse"))
+        cotangents = operands.pop("dout"), operands.pop("dlse", no_dlse)
         names = ["query", "key", "value"] + (["sinks"] if "sinks" in operands else [])
         names += ["bias"] if with_bias else []
         moving = {n: _blockwise.repeat(operands[n], size) for n in names}

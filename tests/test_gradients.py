@@ -439,3 +439,17 @@ def test_checkpoint_policies(platform, policy, forwards):
         compiled = jax.jit(jax.grad(remat)).lower(q).compile().as_text()
         assert compiled.count('custom_call_target="flashattn_prefill') == 1
     np.testing.assert_allclose(jax.grad(remat)(q), jax.grad(layer)(q), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_no_cotangent_of_lse_is_none(with_lse):
+    """A loss of the output alone has no zeros to allocate for lse."""
+    arrays = make_inputs(Case(q_len=16))
+
+    def loss(arrays):
+        out, lse = jax_flashattn.prefill(**arrays, return_lse=True)
+        return out.sum(dtype=jnp.float32) + (lse.sum() if with_lse else 0)
+
+    text = jax.jit(jax.grad(loss)).lower(arrays).as_text()
+    assert "lse,dout" in text
+    assert ("dout,dlse" in text) == with_lse
