@@ -164,11 +164,12 @@ class PrefillConsumer {
     if constexpr (!Tile::kAnyMask) set_row_limits(walk);
     clear_o();
     wgmma_wait<0>();
+    const uint32_t mask_bits = read_mask_bits(block_);
     release_k(block_);
     release_previous_q();
     if constexpr (Tile::kAnyMask) {
       scores_of_block(n, block_).apply(s_regs_);
-      if (next_.masked()) hide_keys(n);
+      if (next_.masked()) hide_keys(n, mask_bits);
       softmax_first<false>(s_regs_, rows_, scale_log2_, {});
       note_rows_without_key(rows_);
     } else {
@@ -205,9 +206,10 @@ class PrefillConsumer {
           [&](float (&s)[kSRegs]) { recompute_s(s, block_ + 1); });
       release_k(block_ + 1);
     } else {
+      const uint32_t mask_bits = Masked ? read_mask_bits(block_ + 1) : 0;
       release_k(block_ + 1);
       scores_of_block(n, block_ + 1).apply(s_regs_);
-      if constexpr (Masked) hide_keys(n);
+      if constexpr (Masked) hide_keys(n, mask_bits);
       softmax_with_maximum<Masked>(s_regs_, rows_, scale_log2_);
       if constexpr (Tile::kAnyMask) note_rows_without_key(rows_);
       if constexpr (kDoubleP) convert_p<T>(s_regs_, p_out);
@@ -395,11 +397,21 @@ class PrefillConsumer {
     }
   }
 
-  __device__ __forceinline__ void hide_keys(int n) {
-    if constexpr (Tile::kAnyMask)
-      row_masks().hide(s_regs_, n * Tile::kBlockKv);
-    else
+  __device__ __forceinline__ void hide_keys(int n, uint32_t mask_bits) {
+    if constexpr (Tile::kAnyMask) {
+      if (next_.masked_by_columns()) hide_columns(s_regs_, mask_bits);
+      if (next_.masked_by_edge() || next_.masked_by_rows())
+        row_masks().hide(s_regs_, next_, n * Tile::kBlockKv);
+    } else {
       mask_columns<false>(s_regs_, visible_columns(n));
+    }
+  }
+  // Of the i-th block through all tiles; meaningless where it has none. They go with K.
+  __device__ __forceinline__ uint32_t read_mask_bits(uint32_t i) const {
+    if constexpr (Tile::kAnyMask)
+      return shared_.k_mask_bits[ring_stage(i)].of_quad_lane[lane() % 4];
+    else
+      return 0;
   }
   __device__ __forceinline__ void set_row_limits(const TileWalk& walk) {
     const int last_key = walk.kv_len - 1;
