@@ -184,7 +184,9 @@ class PrefillConsumer {
   // Block n's scores and softmax, and the product of the block before, whose P is p_in.
   template <bool Masked>
   __device__ __forceinline__ void step(int n, PRegs& p_in, PRegs& p_out) {
-    constexpr bool kMaxFree = Tile::kTile.max_free && !Masked;
+    // What hides keys from some rows hides products; what shapes scores would bring them back.
+    constexpr bool kMaxFree =
+        Tile::kTile.max_free && (!Masked || Tile::kTile.kind == ScoreKind::kMasked);
     uint32_t k_low = k_descriptor(block_ + 1), v_low = v_descriptor(block_), q_low = q_low_;
     opaque(k_low);
     opaque(v_low);
@@ -200,13 +202,18 @@ class PrefillConsumer {
     wgmma_commit();
     pass_turn();
     wgmma_wait<1>();
+    const uint32_t mask_bits = Masked ? read_mask_bits(block_ + 1) : 0;
     if constexpr (kMaxFree) {
+      const auto scores = scores_of_block(n, block_ + 1);
+      const auto hide = [&] {
+        if constexpr (Masked) hide_keys(n, mask_bits);
+      };
+      const bool by_maximum = Masked && !next_.masked_by_columns();
       softmax_max_free<T, kDoubleP, Tile::kAnyMask>(
-          s_regs_, rows_, scale_log2_, p_out, scores_of_block(n, block_ + 1),
+          s_regs_, rows_, scale_log2_, p_out, by_maximum, HiddenScores{scores, hide},
           [&](float (&s)[kSRegs]) { recompute_s(s, block_ + 1); });
       release_k(block_ + 1);
     } else {
-      const uint32_t mask_bits = Masked ? read_mask_bits(block_ + 1) : 0;
       release_k(block_ + 1);
       scores_of_block(n, block_ + 1).apply(s_regs_);
       if constexpr (Masked) hide_keys(n, mask_bits);
