@@ -15,23 +15,43 @@
 
 namespace flashattn {
 
-// A block of keys to visit, in one word: the block, and two flags.
+// Whether a call has it. Opaque: else what is known of a call occupies predicates throughout a
+// loop.
+__device__ __forceinline__ bool is_given(const void* operand) {
+  auto address = reinterpret_cast<int64_t>(operand);
+  opaque(address);
+  return address != 0;
+}
+
+// A block of keys to visit, and what hides some of it, in one word.
 class FoundBlock {
  public:
-  FoundBlock() = default;  // so that it can lie in shared memory
-  __device__ FoundBlock(int block, bool masked, bool last = false)
-      : code_(4 * block + 2 * masked + last) {}
+  static constexpr int kLast = 1, kEdge = 2, kColumns = 4, kRows = 8, kShift = 4;
 
-  static __device__ FoundBlock none() { return {-1, false}; }
-  __device__ FoundBlock as_last(bool last) const { return {block(), masked(), last}; }
+  FoundBlock() = default;  // so that it can lie in shared memory
+  __device__ FoundBlock(int block, int flags) : code_((block << kShift) + flags) {}
+
+  static __device__ FoundBlock none() { return {-1, 0}; }
+  __device__ FoundBlock as_last(bool last) const {
+    return {block(), code_ & ~(~0 << kShift) | last};
+  }
 
   __device__ bool exists() const { return code_ >= 0; }
-  __device__ int block() const { return code_ >> 2; }
-  __device__ bool masked() const { return code_ & 2; }  // not every row sees every key
-  __device__ bool last() const { return code_ & 1; }    // of the tile
+  __device__ int block() const { return code_ >> kShift; }
+  __device__ bool last() const { return code_ & kLast; }                         // of the tile
+  __device__ bool masked() const { return code_ & (kEdge | kColumns | kRows); }  // by any of:
+  __device__ bool masked_by_edge() const { return code_ & kEdge; }               // the window's
+  __device__ bool masked_by_columns() const { return code_ & kColumns; }         // see MaskBits
+  __device__ bool masked_by_rows() const { return code_ & kRows; }  // segments, other masks
 
  private:
   int code_;
+};
+
+// What a mask that is the same for all rows shows of a block: word q is for lanes q of the
+// consumers' quads, bit 2 j + e for key 8 j + 2 q + e.
+struct alignas(16) MaskBits {
+  uint32_t of_quad_lane[4];
 };
 
 // Smallest and largest segment of a range.
@@ -59,7 +79,9 @@ struct SegmentRange {
 template <int BlockKv>
 class BlockFinder {
  public:
-  __device__ explicit BlockFinder(const PrefillParams& params) : params_(params), looks_at_(0) {
+  // `mask_bits` lies in shared memory, of which thread 0 makes use.
+  __device__ BlockFinder(const PrefillParams& params, MaskBits (&mask_bits)[32])
+      : params_(params), mask_bits_(mask_bits), looks_at_(0) {
     const Features& features = params.features;
     if (features.key_segments) looks_at_ |= kSegments;
     if (features.mask.data) looks_at_ |= features.mask.row == 0 ? kOneRow : kAllRows;
@@ -93,9 +115,18 @@ class BlockFinder {
     opaque(looks_at);  // else what is known of it occupies predicates, and those spill
     if (looks_at & (kSegments | kOneRow)) skip_hidden(looks_at);
     if (block_ < first_block_) return FoundBlock::none();
-    bool masked = looks_at & kAllRows || block_ < first_whole_ || block_ >= end_whole_;
-    if (looks_at & (kSegments | kOneRow)) masked |= !(whole_ >> (block_ - known_from_) & 1);
-    return {block_, masked};
+    int flags = block_ < first_whole_ || block_ >= end_whole_ ? FoundBlock::kEdge : 0;
+    if (looks_at & kAllRows) flags |= FoundBlock::kRows;
+    if (looks_at & (kSegments | kOneRow) && !(whole_ >> (block_ - known_from_) & 1)) {
+      if (looks_at & kSegments) flags |= FoundBlock::kRows;
+      if (looks_at & kOneRow) flags |= FoundBlock::kColumns;
+    }
+    return {block_, flags};
+  }
+
+  // Of the block that next() has returned, for thread 0.
+  __device__ __forceinline__ MaskBits mask_bits() const {
+    return mask_bits_[(block_ - known_from_) & 31];
   }
 
  private:
@@ -148,13 +179,20 @@ class BlockFinder {
         static_cast<const uint8_t*>(operand.data) + operand.offset(batch_, head_, 0, 0);
 #pragma unroll 2
     for (int n = first; n <= block_; ++n) {
-      bool any = false, all = true;
-      for_own_keys(n, [&](int key) {
-        const bool seen = __ldg(mask + key * operand.col) != 0;
+      uint32_t any = 0, all = ~0u;
+      MaskBits bits;
+      const int lane = threadIdx.x % 32, first_key = n * BlockKv + lane / 2 * 8 + lane % 2;
+      const int last = min(n * BlockKv + BlockKv, kv_len_) - 1;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const int key = min(first_key + 2 * q, last);
+        const uint32_t seen = __ballot_sync(~0u, __ldg(mask + key * operand.col) != 0);
         any |= seen;
         all &= seen;
-      });
-      note(n, __any_sync(~0u, any), __all_sync(~0u, all));
+        bits.of_quad_lane[q] = seen;
+      }
+      if (threadIdx.x == 0) mask_bits_[n - known_from_] = bits;
+      note(n, any != 0, all == ~0u);
     }
   }
   // This lane's keys of a block; the sequence's last stands for those beyond.
@@ -171,6 +209,7 @@ class BlockFinder {
   }
 
   const PrefillParams& params_;
+  MaskBits (&mask_bits_)[32];  // of the 32 blocks that visible_ and whole_ tell of
   int looks_at_;
   int batch_, head_, kv_len_;
   int block_, first_block_;      // the last one found; the first that the window leaves

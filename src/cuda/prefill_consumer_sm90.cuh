@@ -164,11 +164,12 @@ class PrefillConsumer {
     if constexpr (!Tile::kAnyMask) set_row_limits(walk);
     clear_o();
     wgmma_wait<0>();
+    const uint32_t mask_bits = read_mask_bits(block_);
     release_k(block_);
     release_previous_q();
     if constexpr (Tile::kAnyMask) {
       scores_of_block(n, block_).apply(s_regs_);
-      if (next_.masked()) hide_keys(n);
+      if (next_.masked()) hide_keys(n, mask_bits);
       softmax_first<false>(s_regs_, rows_, scale_log2_, {});
       note_rows_without_key(rows_);
     } else {
@@ -183,7 +184,9 @@ class PrefillConsumer {
   // Block n's scores and softmax, and the product of the block before, whose P is p_in.
   template <bool Masked>
   __device__ __forceinline__ void step(int n, PRegs& p_in, PRegs& p_out) {
-    constexpr bool kMaxFree = Tile::kTile.max_free && !Masked;
+    // What hides keys from some rows hides products; what shapes scores would bring them back.
+    constexpr bool kMaxFree =
+        Tile::kTile.max_free && (!Masked || Tile::kTile.kind == ScoreKind::kMasked);
     uint32_t k_low = k_descriptor(block_ + 1), v_low = v_descriptor(block_), q_low = q_low_;
     opaque(k_low);
     opaque(v_low);
@@ -199,15 +202,21 @@ class PrefillConsumer {
     wgmma_commit();
     pass_turn();
     wgmma_wait<1>();
+    const uint32_t mask_bits = Masked ? read_mask_bits(block_ + 1) : 0;
     if constexpr (kMaxFree) {
+      const auto scores = scores_of_block(n, block_ + 1);
+      const auto hide = [&] {
+        if constexpr (Masked) hide_keys(n, mask_bits);
+      };
+      const bool by_maximum = Masked && !next_.masked_by_columns();
       softmax_max_free<T, kDoubleP, Tile::kAnyMask>(
-          s_regs_, rows_, scale_log2_, p_out, scores_of_block(n, block_ + 1),
+          s_regs_, rows_, scale_log2_, p_out, by_maximum, HiddenScores{scores, hide},
           [&](float (&s)[kSRegs]) { recompute_s(s, block_ + 1); });
       release_k(block_ + 1);
     } else {
       release_k(block_ + 1);
       scores_of_block(n, block_ + 1).apply(s_regs_);
-      if constexpr (Masked) hide_keys(n);
+      if constexpr (Masked) hide_keys(n, mask_bits);
       softmax_with_maximum<Masked>(s_regs_, rows_, scale_log2_);
       if constexpr (Tile::kAnyMask) note_rows_without_key(rows_);
       if constexpr (kDoubleP) convert_p<T>(s_regs_, p_out);
@@ -395,11 +404,21 @@ class PrefillConsumer {
     }
   }
 
-  __device__ __forceinline__ void hide_keys(int n) {
-    if constexpr (Tile::kAnyMask)
-      row_masks().hide(s_regs_, n * Tile::kBlockKv);
-    else
+  __device__ __forceinline__ void hide_keys(int n, uint32_t mask_bits) {
+    if constexpr (Tile::kAnyMask) {
+      if (next_.masked_by_columns()) hide_columns(s_regs_, mask_bits);
+      if (next_.masked_by_edge() || next_.masked_by_rows())
+        row_masks().hide(s_regs_, next_, n * Tile::kBlockKv);
+    } else {
       mask_columns<false>(s_regs_, visible_columns(n));
+    }
+  }
+  // Of the i-th block through all tiles; meaningless where it has none. They go with K.
+  __device__ __forceinline__ uint32_t read_mask_bits(uint32_t i) const {
+    if constexpr (Tile::kAnyMask)
+      return shared_.k_mask_bits[ring_stage(i)].of_quad_lane[lane() % 4];
+    else
+      return 0;
   }
   __device__ __forceinline__ void set_row_limits(const TileWalk& walk) {
     const int last_key = walk.kv_len - 1;

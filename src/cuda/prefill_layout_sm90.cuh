@@ -54,8 +54,10 @@ template <class Tile, bool AnyMask = Tile::kAnyMask>
 struct PrefillBlocksShared {};
 template <class Tile>
 struct PrefillBlocksShared<Tile, true> {
-  TileWork next_work;                                 // the producer's
+  TileWork next_work;  // the producer's, as are the next two
+  MaskBits finder_mask_bits[32], next_mask_bits;
   FoundBlock k_block[kKvStages], v_block[kKvStages];  // published with the tile, freed with it
+  MaskBits k_mask_bits[kKvStages];                    // beside k_block, where it says so
   // The blocks, from the first to the last, from which the inspector took something.
   int first_not_finite[Tile::kQStages], end_not_finite[Tile::kQStages];
 };

@@ -10,9 +10,7 @@
 
 namespace flashattn {
 
-struct NoFinder {
-  __device__ explicit NoFinder(const PrefillParams&) {}
-};
+struct NoFinder {};
 
 template <class Tile>
 class PrefillProducer {
@@ -23,7 +21,12 @@ class PrefillProducer {
   __device__ PrefillProducer(const PrefillMaps& maps, const PrefillParams& params,
                              const TileGrid& grid, PrefillSmem<Tile> smem,
                              PrefillShared<Tile>& shared)
-      : maps_(maps), params_(params), grid_(grid), smem_(smem), shared_(shared), finder_(params) {}
+      : maps_(maps),
+        params_(params),
+        grid_(grid),
+        smem_(smem),
+        shared_(shared),
+        finder_(make_finder(params, shared)) {}
 
   // By the thread that loads, while others still prepare shared memory.
   __device__ __forceinline__ void prepare() {
@@ -43,7 +46,13 @@ class PrefillProducer {
  private:
   using Finder = std::conditional_t<Tile::kAnyMask, BlockFinder<Tile::kBlockKv>, NoFinder>;
 
-  __device__ static bool is_loader() { return kThreads == 1 || threadIdx.x == 0; }
+  static __device__ Finder make_finder(const PrefillParams& params, PrefillShared<Tile>& shared) {
+    if constexpr (Tile::kAnyMask)
+      return {params, shared.finder_mask_bits};
+    else
+      return {};
+  }
+  __device__ static bool is_loader() { return kThreads == 1 || opaque_thread() == 0; }
 
   __device__ uint32_t q_full(int warpgroup) const {
     return shared_address(&shared_.barriers.q_full[q_stage_][warpgroup]);
@@ -105,6 +114,7 @@ class PrefillProducer {
         waiting = block.as_last(!found.exists());
       }
       block = found;
+      if (is_loader() && block.masked_by_columns()) shared_.next_mask_bits = finder_.mask_bits();
       begins = !found.exists();
       if (begins) tile = next_tile(tile);
     }
@@ -222,6 +232,7 @@ class PrefillProducer {
     const uint32_t stage = ring_stage(i);
     mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity(i) ^ 1);
     shared_.k_block[stage] = block;
+    if (block.masked_by_columns()) shared_.k_mask_bits[stage] = shared_.next_mask_bits;
     load_block<Tile::kChunks>(&maps_.k, shared_address(&shared_.barriers.k_full[stage]),
                               smem_.k(stage), block.block(), work.kv_head, work.k_batch);
   }
@@ -236,7 +247,7 @@ class PrefillProducer {
   // After K and V of the step, for which the warpgroups wait first.
   __device__ __forceinline__ void load_bias(const TileWork& work, uint32_t i, FoundBlock block) {
     const Broadcast& bias = params_.features.bias;
-    if (!is_loader() || bias.data == nullptr) return;
+    if (!is_loader() || !is_given(bias.data)) return;
     const int rows = bias.row == 0 ? 1 : kWarpgroupRows;
 #pragma unroll 1
     for (int w = 0; w < Tile::kWarpgroups; ++w) {

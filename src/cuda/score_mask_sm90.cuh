@@ -5,11 +5,22 @@
 #include <cmath>
 #include <cstdint>
 
+#include "block_finder_sm90.cuh"
 #include "params.h"
 #include "softmax_sm90.cuh"
 #include "tile_scheduler.cuh"
 
 namespace flashattn {
+
+// A mask that is the same for all rows: a bit a column of this thread (MaskBits).
+template <int N>
+__device__ __forceinline__ void hide_columns(float (&s)[N], uint32_t seen) {
+#pragma unroll
+  for (int j = 0; j < N / 4; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (!(seen >> (2 * j + e) & 1)) s[4 * j + e] = s[4 * j + 2 + e] = -INFINITY;
+}
 
 // What the two rows of a thread see. Rows beyond the last of the sequence see what that sees: their
 // results are not used, and so they decide nothing either. Every mask fetches what it needs itself:
@@ -25,12 +36,14 @@ class RowMasks {
     position_[1] = min(position1, last);
   }
 
-  // Hidden scores of the block that begins with this key become -inf, whatever they were.
+  // Scores of the block that these rows do not see become -inf, whatever they were.
   template <int N>
-  __device__ __forceinline__ void hide(float (&s)[N], int first_key) const {
-    hide_outside_window(s, first_key);
+  __device__ __forceinline__ void hide(float (&s)[N], FoundBlock block, int first_key) const {
+    if (block.masked_by_edge()) hide_outside_window(s, first_key);
+    if (!block.masked_by_rows()) return;
     if (is_given(params_.features.key_segments.data)) hide_other_segments(s, first_key);
-    if (is_given(params_.features.mask.data)) hide_masked(s, first_key);
+    if (!block.masked_by_columns() && is_given(params_.features.mask.data))
+      hide_masked(s, first_key);
   }
 
   __device__ __forceinline__ bool sees(int row, int key) const {
@@ -44,12 +57,6 @@ class RowMasks {
  private:
   __device__ static int quad_lane() { return threadIdx.x % 4; }
 
-  // Opaque, as below: else what is known of a call occupies predicates throughout the main loop.
-  __device__ static bool is_given(const void* operand) {
-    auto address = reinterpret_cast<int64_t>(operand);
-    opaque(address);
-    return address != 0;
-  }
   __device__ KeyRange window(int row) const {
     Scores scores = params_.scores;
     opaque(scores.window_left);

@@ -122,6 +122,26 @@ struct PlainScores {
   __device__ __forceinline__ void apply(float (&)[N], bool = false) const {}
 };
 
+// Scores of which `hide()` makes those that a row does not see -inf.
+template <class Scores, class Hide>
+struct HiddenScores {
+  const Scores& scores;
+  const Hide& hide;
+
+  template <int N>
+  __device__ __forceinline__ float2 exponentials(float (&s)[N], float ref0, float ref1) const {
+    hide();
+    return scores.exponentials(s, ref0, ref1);
+  }
+  template <int N>
+  __device__ __forceinline__ void apply(float (&s)[N], bool again) const {
+    scores.apply(s, again);
+    hide();
+  }
+};
+template <class Scores, class Hide>
+HiddenScores(const Scores&, const Hide&) -> HiddenScores<Scores, Hide>;
+
 // This thread's share of the row maxima.
 template <bool ByGroup, int N>
 __device__ __forceinline__ float2 partial_maximum(const float (&s)[N], int any_row = kUnlimited) {
@@ -222,16 +242,16 @@ __device__ __forceinline__ void raise_reference(float (&p)[N], OnlineRows& rows,
 // scores back and the warp takes the row maximum from here on: data that jumps like this once will
 // again, and recomputing is dear. Each outcome is the softmax with some finite reference. The
 // choice depends on the tile's own data alone, so results repeat bit by bit. A NaN needs no
-// detection: it is in the sum. MayWait: rows may have met no key before. `scores` makes scores, or
+// detection: it is in the sum. by_maximum: take it anyway. MayWait: rows may have met no key before. `scores` makes scores, or
 // their exponentials, of the products in s, for the first time or again; c is what the scores are
 // multiplied by then.
 template <class T, bool Convert, bool MayWait, int N, class Scores, class RecomputeS>
 __device__ __forceinline__ void softmax_max_free(float (&s)[N], OnlineRows& rows, float c,
-                                                 uint32_t (&p_regs)[N / 2], const Scores& scores,
-                                                 RecomputeS recompute_s) {
+                                                 uint32_t (&p_regs)[N / 2], bool by_maximum,
+                                                 const Scores& scores, RecomputeS recompute_s) {
   constexpr float kSafeToSum = 0x1p120f;
   bool again = false;
-  if (!rows.use_maximum && !(MayWait && rows.wait_for_key)) {
+  if (!rows.use_maximum && !(MayWait && rows.wait_for_key) && !by_maximum) {
     const float2 sum = scores.exponentials(s, rows.ref[0], rows.ref[1]);
     if constexpr (Convert) convert_p<T>(s, p_regs);
     const float larger = fmaxf(sum.x, sum.y);
