@@ -40,6 +40,8 @@ class Case:
         if self.benchmark != "decode":
             parts.append("causal" if self.causal else "full")
         parts += [name if value is True else f"{name}={value}" for name, value in self.features]
+        if self.benchmark == "backward" and self.features:  # in a table beside prefill
+            parts.append("gradients")
         if self.data:
             name, value = self.data
             parts.append(f"{name}={os.path.basename(value) if name == 'file' else value}")
@@ -178,9 +180,7 @@ def cases_of_file(path: str) -> list[Case]:
 
 def backward_cases() -> list[Case]:
     return [
-        dataclasses.replace(
-            _prefill(batch, length, heads, heads, head_dim, causal=causal), benchmark="backward"
-        )
+        _gradients(batch, length, heads, heads, head_dim, causal=causal)
         for heads, head_dim in ((16, 128), (32, 64), (8, 256))
         for batch, length in ((8, 2048), (2, 8192))
         for causal in (False, True)
@@ -253,6 +253,15 @@ def feature_cases() -> list[Case]:
     prefill += [_prefill(*gpt_oss), _prefill(*gpt_oss, features=(("window", 127), ("sinks", True)))]
     # GPT-2's shape beside the attention that writes its scores to memory.
     prefill += [_prefill(1, length, 12, 12, 64, "float16") for length in (1024, 2048, 4096, 8192)]
+    # Their plain rows are in the table of gradients.
+    gradients = [
+        _gradients(*plain, features=(("sinks", True),)),
+        _gradients(*plain, features=(("window", 1024),)),
+        _gradients(*plain, features=(("segments", 64),)),
+        _gradients(2, 8192, 8, 8, 256, features=(("window", 1024),)),
+        _gradients(1, 16384, 16, 16, 128, features=(("window", 1024),)),
+        _gradients(*gpt_oss, features=(("window", 127), ("sinks", True))),
+    ]
     llama = (32, 8192, 32, 8, 128)
     small = (1, 8192, 32, 8, 128)
     decode = []
@@ -270,7 +279,7 @@ def feature_cases() -> list[Case]:
     decode += [
         _decode(batch, 8192, 128, 1, 576, features=(("value_dim", 512),)) for batch in (1, 32, 66)
     ]
-    return prefill + decode
+    return prefill + gradients + decode
 
 
 def counter_cases() -> list[Case]:
@@ -336,8 +345,7 @@ def cpu_cases() -> list[Case]:
         for dtype in ("float32", "bfloat16")
         for causal in (False, True)
     ]
-    gradient = dataclasses.replace(_prefill(*shapes[1], "float32"), benchmark="backward")
-    return [*forward, gradient]
+    return [*forward, _gradients(*shapes[1], "float32")]
 
 
 def smoke_cases(benchmark: str) -> list[Case]:
@@ -364,6 +372,8 @@ def smoke_cases(benchmark: str) -> list[Case]:
         cases = [_prefill(1, 128, 4, 2, 64, features=(feature,)) for feature in features]
         caches = (("window", 64), ("cache", "float8_e4m3fn"), ("cache", "int8"))
         cases += [*decode, *(_decode(2, 256, 8, 2, 64, features=(cache,)) for cache in caches)]
+        gradients = ((("window", 16),), (("sinks", True),), (("segments", 4),))
+        cases += [_gradients(1, 128, 4, 2, 64, features=feature) for feature in gradients]
         cases.append(_decode(2, 256, 8, 2, 64, tokens=4))
         cases.append(_decode(2, 256, 8, 1, 96, features=(("value_dim", 64),)))
     if benchmark == "distributions":
@@ -392,6 +402,10 @@ def _prefill(batch, length, heads, kv_heads, head_dim, dtype="bfloat16", causal=
     return Case(
         "prefill", batch, length, length, heads, kv_heads, head_dim, dtype, causal, tuple(features)
     )
+
+
+def _gradients(*shape, **options):
+    return dataclasses.replace(_prefill(*shape, **options), benchmark="backward")
 
 
 def _decode(batch, length, heads, kv_heads, head_dim, dtype="bfloat16", tokens=1, features=()):

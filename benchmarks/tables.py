@@ -411,9 +411,10 @@ def _over_plain(rows: dict, result: dict) -> str:
     row = rows.get(OURS, {})
     if not row.get("us") or not row.get("features"):
         return ""
-    shape = [row[key] for key in ("B", "T", "S", "N", "K", "H", "dtype", "causal")]
+    keys = ("operation", "B", "T", "S", "N", "K", "H", "dtype", "causal")
+    shape = [row[key] for key in keys]
     for other in result["rows"]:
-        same = [other[key] for key in ("B", "T", "S", "N", "K", "H", "dtype", "causal")] == shape
+        same = [other[key] for key in keys] == shape
         if same and other["impl"] == OURS and other.get("us") and not other.get("features"):
             return f"{row['us'] / other['us']:.2f}"
     return ""

@@ -188,33 +188,38 @@ def _gradient_parts(inputs: Inputs) -> list[Part]:
     group = case.N // case.K
     heads, kv_head = slice(case.N - group, case.N), slice(case.K - 1, case.K)
     places = (heads, kv_head, kv_head, heads)
-    one = [x[-1:, :, place] for x, place in zip(inputs.operands(0), places, strict=True)]
-    truth = _exact_gradients(*(to_numpy(x[0]) for x in one), causal=case.causal)
-    at_dtype = _gradients_in_xla(*one, causal=case.causal)
+    one = [x[-1, :, place] for x, place in zip(inputs.operands(0), places, strict=True)]
+    sinks = np.asarray(inputs.extra.get("sinks", np.full(case.N, -np.inf, np.float32)))[heads]
+
+    def visible(rows):
+        return _visible_and_bias(inputs, case.B - 1, case.N - 1, rows)[0]
+
+    truth = _exact_gradients(*(to_numpy(x) for x in one), visible, sinks)
+    at_dtype = _gradients_in_xla(*one, visible(np.arange(case.T)), sinks)
 
     def pick(index, place):
         # A result is (out, (dq, dk, dv)).
         return lambda result: to_numpy(result[1][index][case.B - 1, :, place])
 
     return [
-        Part(pick(i, place), truth[i], to_numpy(at_dtype[i][0]), case.dtype)
+        Part(pick(i, place), truth[i], to_numpy(at_dtype[i]), case.dtype)
         for i, place in enumerate(places[:3])
     ]
 
 
-def _exact_gradients(query, key, value, cotangent, *, causal: bool):
+def _exact_gradients(query, key, value, cotangent, visible, sinks):
     """(T, G, H) and (S, 1, H) arrays of float64; block by block of the rows of the scores."""
     length, group, head_dim = query.shape
-    scale, column = head_dim**-0.5, np.arange(len(key))
+    scale = head_dim**-0.5
     d_query, d_key, d_value = (np.zeros_like(x) for x in (query, key, value))
     for head in range(group):
         for start in range(0, length, ROW_BLOCK):
             rows = slice(start, min(start + ROW_BLOCK, length))
             scores = query[rows, head] @ key[:, 0].T * scale
-            if causal:
-                scores[np.arange(length)[rows, None] < column] = -np.inf
-            weights = np.exp(scores - scores.max(1, keepdims=True))
-            weights /= weights.sum(1, keepdims=True)
+            scores[~visible(np.arange(length)[rows])] = -np.inf
+            top = np.maximum(scores.max(1, keepdims=True), sinks[head])
+            weights = np.exp(scores - top)
+            weights /= weights.sum(1, keepdims=True) + np.exp(sinks[head] - top)
             d_weights = cotangent[rows, head] @ value[:, 0].T
             delta = (weights * d_weights).sum(1, keepdims=True)
             d_scores = weights * (d_weights - delta) * scale
@@ -224,11 +229,15 @@ def _exact_gradients(query, key, value, cotangent, *, causal: bool):
     return d_query, d_key, d_value
 
 
-@functools.partial(jax.jit, static_argnames="causal")
-def _gradients_in_xla(query, key, value, cotangent, *, causal: bool):
+@jax.jit
+def _gradients_in_xla(query, key, value, cotangent, visible, sinks):
+    options = {"softcap": None, "scale": query.shape[-1] ** -0.5}
+
     def attend(query, key, value):
-        return jax.nn.dot_product_attention(
-            query, key, value, is_causal=causal, implementation="xla"
-        )
+        heads = [
+            _attend(jnp, query[:, g], key[:, 0], value[:, 0], 0.0, visible, sinks[g], **options)
+            for g in range(query.shape[1])
+        ]
+        return jnp.stack(heads, 1)
 
     return jax.vjp(attend, query, key, value)[1](cotangent)

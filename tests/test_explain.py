@@ -94,6 +94,8 @@ def test_gradient_on_hopper():
         (gradient_on(_explain.H200, wide), apart),
     ):
         assert answer.kernel == "sm90" and kernels in answer.details and not answer.reason
+    for features in (dict(local_window_size=(9, 0)), dict(sinks=jnp.zeros(8))):
+        assert gradient_on(_explain.H200, **features).kernel == "sm90"
     capped = gradient_on(_explain.H200, logit_softcap=9.0)
     assert capped.kernel == "sm80" and "soft cap" in capped.reason
 

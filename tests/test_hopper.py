@@ -1,5 +1,5 @@
 """The building blocks of the Hopper kernels, one by one: TMA, its swizzle, wgmma, the barrier ring;
-and the features of the Hopper forward at the edges of its tiles.
+and the features of the Hopper forward and backward at the edges of their tiles.
 
 They run on a Hopper GPU only.
 """
@@ -325,6 +325,73 @@ def test_many_tiles_of_few_blocks(platform, head_dim, value_dim, causal, ragged)
         check_lse(lse_of_one, true_lse)
 
 
+# ---- features of the backward
+
+
+def check_gradients_sm90(platform, case, **extra):
+    """The gradients are the Hopper kernels', and right."""
+    arrays = make_inputs(case) | case.options() | extra
+    operands = [arrays.pop(name) for name in ("query", "key", "value")]
+    explanation = jax_flashattn.explain("prefill", *operands, gradient=True, **arrays)
+    assert explanation.kernel == "sm90", explanation
+    check_gradients(platform, case, **extra)
+
+
+BOTH_WAYS = [(64, False), (128, False), (128, True), (256, False)]
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 112, 128, 129, 257])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim,deterministic", BOTH_WAYS)
+def test_window_edges_of_gradients(platform, size, causal, head_dim, deterministic):
+    """Windows that begin and end at, before and after the edges of blocks of keys and of queries."""
+    case = LONG.replace(head_dim=head_dim, causal=causal, window=(size, 0 if causal else size))
+    check_gradients_sm90(platform, case, deterministic=deterministic)
+
+
+@on_gpu
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("q_len,kv_len", [(70, 700), (700, 70)])
+@pytest.mark.parametrize("window", [(128, 0), (60, 130), (257, None), (3, 3)])
+@pytest.mark.parametrize("head_dim,deterministic", BOTH_WAYS)
+def test_windows_across_lengths_of_gradients(
+    platform, alignment, q_len, kv_len, window, head_dim, deterministic
+):
+    """Also keys before every window and queries past the keys: what nobody sees is NaN."""
+    case = LONG.replace(q_len=q_len, kv_len=kv_len, alignment=alignment, causal=False)
+    case = case.replace(batch=2, window=window, kv_lengths=(kv_len, kv_len // 3))
+    case = case.replace(head_dim=head_dim, sinks=True)
+    check_gradients_sm90(platform, case, deterministic=deterministic)
+
+
+@on_gpu
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        dict(window=(200, 0), q_len=390, kv_len=500),
+        dict(sinks=True, q_len=500, kv_len=390, kv_lengths=(333,)),
+        dict(sinks=True, window=(100, 20), causal=False, layout="BNTH", q_heads=6, kv_heads=2),
+    ],
+    ids="-".join,
+)
+def test_features_in_every_kernel_of_gradients(platform, head_dim, dtype, features):
+    check_gradients_sm90(platform, LONG.replace(head_dim=head_dim, dtype=dtype, **features))
+
+
+@on_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [(100, 0), (40, 60)])
+def test_window_of_many_heads(platform, head_dim, window):
+    """More than a GPU works on at a time: blocks that pass on what others have made ready."""
+    case = LONG.replace(batch=16, q_len=140, q_heads=10, kv_heads=10, head_dim=head_dim)
+    case = case.replace(causal=window[1] == 0, window=window, sinks=True)
+    check_gradients_sm90(platform, case)
+    check_gradients_sm90(platform, case.replace(kv_lengths=(130, 0, 1, 129) * 4))
+
+
 # ---- The same bits in 50 runs, at lengths where blocks of one call finish in any order.
 
 
@@ -365,11 +432,13 @@ def test_prefill_repeats_in_fifty_runs(platform, head_dim, causal, spread):
 
 @on_gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_deterministic_gradients_repeat_in_fifty_runs(platform, head_dim):
+@pytest.mark.parametrize("window", [None, (600, 0)])
+def test_deterministic_gradients_repeat_in_fifty_runs(platform, head_dim, window):
     q, k, v, dout = random_arrays(*4 * [(1, 4096, 512 // head_dim, head_dim)])
 
     def gradients(q, k, v):
-        attend = functools.partial(jax_flashattn.prefill, deterministic=True)
+        options = dict(deterministic=True, local_window_size=window)
+        attend = functools.partial(jax_flashattn.prefill, **options)
         return jax.vjp(attend, q, k, v)[1](dout)
 
     gradients = jax.jit(gradients)

@@ -55,12 +55,12 @@ __device__ __forceinline__ void convert_row_group(const float4* dq, T* out, int 
 struct AccumulatorShare {
   int begin, end;  // units, counted through the query heads of the group
 
-  // `block` of `blocks` key blocks. Under a causal mask the first ones have the most steps.
-  __device__ AccumulatorShare(int units, int block, int blocks, bool causal) {
-    const float steps = static_cast<float>(causal ? blocks * blocks : blocks);
+  // `block` of `blocks` key blocks.
+  __device__ AccumulatorShare(int units, int block, int blocks, bool triangular) {
+    const float steps = static_cast<float>(triangular ? blocks * blocks : blocks);
     const auto before = [&](int n) {
       if (n == blocks) return units;
-      const float part = static_cast<float>(causal ? n * (2 * blocks - n) : n) / steps;
+      const float part = static_cast<float>(triangular ? n * (2 * blocks - n) : n) / steps;
       return static_cast<int>(static_cast<float>(units) * part);
     };
     begin = before(block);
@@ -92,7 +92,7 @@ struct ConvertTask {
   T* out;            // of the first query head of its group
   int begin, end;    // row groups of eight rows, counted through the query heads
   int head_groups;   // row groups of a query head
-  RowRange valid;
+  Range valid;
 };
 
 // Two warps convert.

@@ -73,17 +73,16 @@ struct BackwardDqGrid {
 // ---- which rows a block owns and which keys they see; in shared memory, as BackwardTask
 struct BackwardDqTask {
   int b, head, first_row;
-  int key_end;    // keys from here on are seen by no row
-  int row_shift;  // row i sees the keys up to i + row_shift
-  bool causal;
-  RowRange valid;
-  int key_blocks,
-      plain_blocks;  // walked from the last to the first; the first plain ones need no mask
+  int low, high;      // row i sees key j iff low <= j - i <= high
+  Range keys, valid;  // of the sequence: keys that some row sees, rows that see some key
+  // Walked from the last to the first; the plain ones need no mask, those before far_end meet the
+  // far edge, that of a window's left side. The first block is not plain.
+  Range blocks, plain;
+  int far_end;
 
-  // Keys below this one are visible to a row.
-  __device__ __forceinline__ int key_limit(int row) const {
-    return causal ? min(key_end, row + row_shift + 1) : key_end;
-  }
+  // The keys that a row sees.
+  __device__ __forceinline__ int first_key(int row) const { return row + low; }
+  __device__ __forceinline__ int end_key(int row) const { return min(keys.end, row + high + 1); }
 };
 
 __device__ inline BackwardDqTask find_dq_task(const PrefillParams& forward,
@@ -99,17 +98,24 @@ __device__ inline BackwardDqTask find_dq_task(const PrefillParams& forward,
   task.b = head / problem.q_heads;
   task.head = head % problem.q_heads;
   task.first_row = (grid.query_blocks - 1 - inside / section_heads) * rows;
-  task.key_end = keys_seen(forward, task.b);
-  task.causal = forward.scores.window_right == 0;
-  task.row_shift =
-      forward.scores.bottom_right ? forward.kv_length(task.b) - forward.q_length(task.b) : 0;
-  task.valid = rows_with_keys(forward, task.b);
+  const Sequence sequence(forward, task.b);
+  task.low = sequence.low;
+  task.high = min(sequence.high, 1 << 30);  // so that no sum with a row overflows
+  task.keys = keys_seen(sequence);
+  task.valid = rows_with_keys(sequence);
 
+  const int begin_row = max(task.first_row, task.valid.begin);
   const int end_row = min(task.first_row + rows, task.valid.end);
-  const bool any = end_row > max(task.first_row, task.valid.begin);
-  const int last_limit = any ? task.key_limit(end_row - 1) : 0;
-  task.key_blocks = (last_limit + keys - 1) / keys;
-  task.plain_blocks = min(task.key_blocks, max(0, task.key_limit(task.first_row)) / keys);
+  task.blocks = task.plain = {0, 0};
+  task.far_end = 0;
+  if (begin_row >= end_row) return task;
+
+  const Range seen = sequence.keys_seen_by(begin_row, end_row - 1);
+  task.blocks = {seen.begin / keys, (seen.end + keys - 1) / keys};
+  task.far_end = (max(0, task.first_key(end_row - 1)) + keys - 1) / keys;
+  task.plain = {max(task.blocks.begin + 1, task.far_end),
+                min(task.blocks.end, max(0, task.end_key(task.first_row)) / keys)};
+  if (task.plain.begin >= task.plain.end) task.plain.begin = task.plain.end = task.blocks.begin + 1;
   return task;
 }
 
@@ -128,21 +134,22 @@ __device__ __forceinline__ void produce_dq(const BackwardDqMaps& maps, const Bac
     loader.template load_chunks<L::kRows>(smem + L::kDout, &maps.dout, barriers.q_full,
                                           task.first_row, task.head, task.b);
   }
-  const RowRange keys{0, task.key_end};
   const int kv_head = task.head / forward.problem.group();
   RingPosition<L::kKStages> k_ring;
   RingPosition<L::kVStages> v_ring;
 #pragma unroll 1
-  for (int block = task.key_blocks - 1; block >= 0; --block) {
+  for (int block = task.blocks.end - 1; block >= task.blocks.begin; --block) {
     mbarrier_wait(barriers.k_empty + 8 * k_ring.stage, k_ring.phase ^ 1);
     loader.template load<L::kKeys>(smem + L::kK + k_ring.stage * L::kKeyBytes, &maps.k,
                                    barriers.k_full + 8 * k_ring.stage, block * L::kKeys, kv_head,
-                                   task.b % forward.k.batches, keys, forward.problem.kv_len, 0);
+                                   task.b % forward.k.batches, task.keys, forward.problem.kv_len,
+                                   0);
     k_ring.advance();
     mbarrier_wait(barriers.v_empty + 8 * v_ring.stage, v_ring.phase ^ 1);
     loader.template load<L::kKeys>(smem + L::kV + v_ring.stage * L::kKeyBytes, &maps.v,
                                    barriers.v_full + 8 * v_ring.stage, block * L::kKeys, kv_head,
-                                   task.b % forward.v.batches, keys, forward.problem.kv_len, 0);
+                                   task.b % forward.v.batches, task.keys, forward.problem.kv_len,
+                                   0);
     v_ring.advance();
   }
 }
@@ -177,19 +184,18 @@ class BackwardDqConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (task_.key_blocks == 0) {
+    if (task_.blocks.end == 0) {
       store_zeros();
       return;
     }
-    block_ = task_.key_blocks - 1;
+    block_ = task_.blocks.end - 1;
     mbarrier_wait(barriers_.q_full, 0);
     issue_scores();
     wgmma_wait<0>();
     // As in backward_keys_sm90.cuh, every loop edge is a full wait. The last block ends the
     // pipeline and is masked whether it needs it or not: one copy of a step less.
     clear_dq();
-    int masked = task_.key_blocks - max(1, task_.plain_blocks),
-        plain = max(1, task_.plain_blocks) - 1;
+    int masked = task_.blocks.end - task_.plain.end, plain = task_.plain.end - task_.plain.begin;
 #pragma unroll 1
     for (; masked > 0; --masked) {
       step<true, true>();
@@ -203,6 +209,12 @@ class BackwardDqConsumer {
     for (plain &= ~1; plain > 0; plain -= 2) {
       step<false, true>();
       step<false, true>();
+      wgmma_wait<0>();
+    }
+    // What the far edge of a window cuts.
+#pragma unroll 1
+    while (block_ > task_.blocks.begin) {
+      step<true, true>();
       wgmma_wait<0>();
     }
     step<true, false>();
@@ -257,8 +269,8 @@ class BackwardDqConsumer {
   __device__ __forceinline__ void step() {
     issue_dp();
     wgmma_wait<1>();
-    if (block_ != task_.key_blocks - 1)
-      mbarrier_arrive_if(thread_ == 0, barriers_.k_empty + 8 * (k_ring_.stage ^ 1));
+    mbarrier_arrive_if(thread_ == 0 && block_ != task_.blocks.end - 1,
+                       barriers_.k_empty + 8 * (k_ring_.stage ^ 1));
     exponentials<Masked>();
     // Passes at once; its branch keeps the exponentials ahead of the wait for dP.
     mbarrier_wait(barriers_.v_full + 8 * v_ring_.stage, v_ring_.phase);
@@ -276,8 +288,8 @@ class BackwardDqConsumer {
   template <bool Masked>
   __device__ __forceinline__ void exponentials() {
     const int first_key = block_ * kKeys + 2 * (thread_ & 3);
-    const int limit = Masked ? task_.key_limit(first_row()) - first_key : 0;
-    const int limit_8 = Masked ? task_.key_limit(first_row() + 8) - first_key : 0;
+    const int limit = Masked ? task_.end_key(first_row()) - first_key : 0;
+    const int limit_8 = Masked ? task_.end_key(first_row() + 8) - first_key : 0;
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
@@ -286,6 +298,17 @@ class BackwardDqConsumer {
         x = exp2_approx(fmaf(x, grid_.scale_log2, -lse2_[i / 2]));
         if (Masked && 8 * j + (i & 1) >= (i < 2 ? limit : limit_8)) x = 0.f;
       }
+    if (Masked && block_ < task_.far_end)
+      hide_before(task_.first_key(first_row()) - first_key,
+                  task_.first_key(first_row() + 8) - first_key);
+  }
+
+  __device__ __forceinline__ void hide_before(int first, int first_8) {
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (8 * j + (i & 1) < (i < 2 ? first : first_8)) s_[4 * j + i] = 0.f;
   }
 
   template <bool Masked>
@@ -301,13 +324,9 @@ class BackwardDqConsumer {
   // ---- the end: dQ into Q's place in shared memory, which is this warpgroup's own
   __device__ __forceinline__ void store_dq() {
     fragments_to_shared<T, HeadDim>(dq_, smem_ + L::kQ + warpgroup_ * L::kHalf, L::kQueryChunk,
-                                    grid_.scale, row_exists(first_row()),
-                                    row_exists(first_row() + 8));
+                                    grid_.scale, task_.valid.has(first_row()),
+                                    task_.valid.has(first_row() + 8));
     store_shared();
-  }
-
-  __device__ __forceinline__ bool row_exists(int row) const {
-    return row >= task_.valid.begin && row < task_.valid.end;
   }
 
   __device__ __forceinline__ void store_zeros() {
@@ -359,7 +378,7 @@ __global__ void __launch_bounds__(384, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
-    if (threadIdx.x < 32 && task.key_blocks > 0)
+    if (threadIdx.x < 32 && task.blocks.end > 0)
       produce_dq<L, HeadDim>(maps, params, task, barriers, smem, threadIdx.x);
   } else {
     registers_claim<240>();
@@ -392,7 +411,7 @@ Status launch_backward_dq_sm90(const BackwardParams& params, const Device& devic
 
   const float scale = static_cast<float>(forward.scores.scale);
   BackwardDqGrid grid{(problem.q_len + L::kRows - 1) / L::kRows,
-                      backward_section_sm90(forward.scores.window_right == 0, HeadDim), scale,
+                      backward_section_sm90(backward_is_triangular(forward), HeadDim), scale,
                       scale * kLog2e, BackwardWorkspace(params)};
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};

@@ -91,7 +91,8 @@ class BackwardConsumer {
     first_step();
     // Every loop edge below is a full wait: accumulators in flight from one loop, or from the
     // peeled first step, into another would make ptxas serialise all products (C7512).
-    int masked = task_.masked_end - task_.first_step - 1, left = task_.steps() - 1;
+    int masked = task_.plain_begin - task_.first_step - 1;
+    int left = task_.plain_end - task_.first_step - 1;
 #pragma unroll 1
     for (int g = 0;;) {
       left -= max(masked, 0);
@@ -111,10 +112,12 @@ class BackwardConsumer {
         for (int i = 0; i < L::kTile.unroll; ++i) step<false>();
         wgmma_wait<0>();
       }
+      masked = left = task_.end_step - step_;  // what the far edge of a window cuts
+      if (masked > 0) continue;
       if (++g == grid_.group) break;
       begin_head(g);
-      masked = task_.masked_end - task_.first_step;
-      left = task_.steps();
+      masked = task_.plain_begin - task_.first_step;
+      left = task_.plain_end - task_.first_step;
     }
     if constexpr (kDqNextStep) last_dq();
     grid_dependency_trigger();  // not before: what starts sooner has nothing to do but to wait
@@ -187,10 +190,13 @@ class BackwardConsumer {
   template <bool Masked>
   __device__ __forceinline__ void exponentials() {
     const int first_row = step_ * kRows + 2 * (thread_ & 3);
-    const int first = Masked ? task_.first_visible(first_key()) - first_row : 0;
-    const int first_8 = Masked ? task_.first_visible(first_key() + 8) - first_row : 0;
+    const int first = Masked ? task_.first_row(first_key()) - first_row : 0;
+    const int first_8 = Masked ? task_.first_row(first_key() + 8) - first_row : 0;
     probabilities<kRows, Masked>(s_, stats_ + L::kLse + ring_.stage * L::kStatBytes,
                                  grid_.scale_log2, first, first_8);
+    if (Masked && step_ >= task_.far_step)
+      hide_from<kRows>(s_, task_.end_row(first_key()) - first_row,
+                       task_.end_row(first_key() + 8) - first_row);
   }
 
   // This warpgroup's half of dS, transposed to rows of queries. kDsBarrier, before issue_dq(),
@@ -341,7 +347,7 @@ class BackwardConsumer {
 
   __device__ __forceinline__ void to_shared(float (&x)[HeadDim / 2], uint32_t tile, float factor) {
     fragments_to_shared<T, HeadDim>(x, tile + warpgroup_ * L::kHalf, L::kKeyChunk, factor,
-                                    first_key() < task_.key_end, first_key() + 8 < task_.key_end);
+                                    task_.keys.has(first_key()), task_.keys.has(first_key() + 8));
   }
 
   __device__ __forceinline__ void store_zeros() {
@@ -433,7 +439,7 @@ __device__ __forceinline__ void convert_behind(const BackwardParams& params,
     task.begin = share.begin * (kBackwardUnit / 8);
     task.end = share.end * (kBackwardUnit / 8);
     task.head_groups = static_cast<int>(grid.workspace.padded_rows / 8);
-    task.valid = rows_with_keys(params.forward, b);
+    task.valid = rows_with_keys(Sequence(params.forward, b));
   }
   named_barrier_sync(kConvertBarrier, 64);
   wait_for_count(grid.workspace.added + head, 2 * grid.key_blocks);
@@ -463,7 +469,7 @@ __global__ void __launch_bounds__(384, 1)
         const int head = task.b * params.forward.problem.kv_heads + task.kv_head;
         const AccumulatorShare share(
             static_cast<int>(grid.workspace.padded_rows / kBackwardUnit) * grid.group,
-            task.first_key / L::kKeys, grid.key_blocks, task.causal);
+            task.first_key / L::kKeys, grid.key_blocks, grid.triangular);
         grid_dependency_wait();
         if (warp == 1)
           zero_ahead<HeadDim>(grid, head, share, lane);

@@ -5,27 +5,25 @@
 
 #include "backward_accumulator_sm90.cuh"
 #include "backward_plan.h"
+#include "backward_sinks.cuh"
 #include "backward_sm90_parts.cuh"
 #include "params.h"
 #include "ptx_sm90.cuh"
 
 namespace flashattn {
 
-// Query rows [begin, end) of a sequence that see at least one key. The others contribute nothing,
-// and nothing of theirs is read: it may hold NaN.
-__device__ __forceinline__ RowRange rows_with_keys(const PrefillParams& forward, int b) {
-  const int q_len = forward.q_length(b), kv_len = forward.kv_length(b);
-  if (kv_len == 0) return {0, 0};
-  const bool causal = forward.scores.window_right == 0;
-  return {causal && forward.scores.bottom_right ? max(0, q_len - kv_len) : 0, q_len};
+// The query rows of a sequence that see at least one key. The others contribute nothing but to
+// their sink, and nothing of theirs is read: it may hold NaN.
+__device__ __forceinline__ Range rows_with_keys(const Sequence& sequence) {
+  if (sequence.kv_len == 0) return {0, 0};
+  return sequence.queries_seeing(0, sequence.kv_len - 1);
 }
 
-// Keys [0, end) of a sequence that some query row sees. The others get zeros, and nothing of theirs
-// is used: it may hold NaN.
-__device__ __forceinline__ int keys_seen(const PrefillParams& forward, int b) {
-  const int q_len = forward.q_length(b);
-  if (q_len == 0) return 0;
-  return visible_keys(forward.scores, q_len - 1, q_len, forward.kv_length(b)).end;
+// The keys of a sequence that some query row sees. The others get zeros, and nothing of theirs is
+// used: it may hold NaN.
+__device__ __forceinline__ Range keys_seen(const Sequence& sequence) {
+  if (sequence.q_len == 0) return {0, 0};
+  return sequence.keys_seen_by(0, sequence.q_len - 1);
 }
 
 // One unit of one query head: blockIdx.x counts units, then heads from `first_head` on, then
@@ -61,7 +59,8 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
 // lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse for every head, zeros in the first `lead`
 // key/value heads' accumulators and in all counters.
 // A row that contributes nothing gets lse2 = +inf, which makes its every probability exactly zero;
-// an lse of +inf, which a logit of +inf leaves, must not pass for that.
+// an lse of +inf, which a logit of +inf leaves, must not pass for that. A row without keys can have
+// an lse, its sink.
 template <class T, int HeadDim, bool ZeroDq>
 __global__ void __launch_bounds__(kPassThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardParams params, int lead) {
@@ -83,7 +82,8 @@ __global__ void __launch_bounds__(kPassThreads)
       dq[i * kPassThreads + threadIdx.x] = float4{};
   }
 
-  const RowRange valid = rows_with_keys(forward, block.b);
+  const Sequence sequence(forward, block.b);
+  const Range valid = rows_with_keys(sequence);
   const int lane = threadIdx.x % kLanes;
   const bool has_columns = lane * 8 < forward.problem.value_dim;
   const T* out = static_cast<const T*>(forward.o.data);
@@ -92,9 +92,9 @@ __global__ void __launch_bounds__(kPassThreads)
   for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
     const int row = i * kRowsAtOnce + threadIdx.x / kLanes, t = block.first_row + row;
     float lse = -INFINITY, delta = 0.f;
-    if (t >= valid.begin && t < valid.end) {
+    if (t < sequence.q_len) {
       lse = static_cast<const float*>(forward.lse.data)[forward.lse.offset(block.b, t, block.head)];
-      if (has_columns && lse != -INFINITY)
+      if (has_columns && valid.has(t) && lse != -INFINITY)
         delta = dot8<T>(*reinterpret_cast<const uint4*>(
                             out + forward.o.offset(block.b, t, block.head) + lane * 8),
                         *reinterpret_cast<const uint4*>(
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kPassThreads)
   const BackwardWorkspace workspace(params);
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const QueryBlock block(problem, workspace.padded_rows, (heads - lead) * problem.group());
-  const RowRange valid = rows_with_keys(forward, block.b);
+  const Range valid = rows_with_keys(Sequence(forward, block.b));
   const int group = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int t = block.first_row + 8 * group + lane / 4;
   const float* dq =
@@ -133,8 +133,17 @@ __global__ void __launch_bounds__(kPassThreads)
   convert_row_group<T, HeadDim, HeadDim / 16>(
       reinterpret_cast<const float4*>(dq) + group * 128 + lane,
       static_cast<T*>(params.dq.data) + params.dq.offset(block.b, t, block.head) + 2 * (lane % 4),
-      t < problem.q_len ? problem.head_dim : 0, t >= valid.begin && t < valid.end,
+      t < problem.q_len ? problem.head_dim : 0, valid.has(t),
       static_cast<float>(forward.scores.scale));
+}
+
+__global__ static void __launch_bounds__(kSinkThreads)
+    backward_sinks_kernel(const __grid_constant__ BackwardParams params) {
+  const BackwardWorkspace workspace(params);
+  const int64_t first = int64_t{blockIdx.x} * workspace.padded_rows;
+  store_sink_gradient(params, [&](int t) {
+    return RowStatistics{workspace.lse2[first + t], workspace.delta[first + t]};
+  });
 }
 
 }  // namespace flashattn

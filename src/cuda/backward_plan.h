@@ -78,10 +78,17 @@ constexpr BackwardDqTile backward_dq_tile_sm90(int compiled_head_dim) {
   }
 }
 
+// Whether the first keys and the last queries have most to do, as under a causal mask. A left side
+// of a window takes as much from them as the right one from the others.
+constexpr bool backward_is_triangular(const PrefillParams& forward) {
+  const int kv_len = forward.problem.kv_len;
+  return forward.scores.window_right < kv_len && forward.scores.window_left >= kv_len;
+}
+
 // Heads whose blocks are interleaved. Under a causal mask the long blocks of several heads start
 // first and the short ones fill the end; without one, a head at a time keeps L2 warm.
-constexpr int backward_section_sm90(bool causal, int compiled_head_dim) {
-  return !causal ? 1 : compiled_head_dim == 64 ? 8 : 16;
+constexpr int backward_section_sm90(bool triangular, int compiled_head_dim) {
+  return !triangular ? 1 : compiled_head_dim == 64 ? 8 : 16;
 }
 
 // Query rows of a head by which its accumulator is zeroed and converted.
@@ -94,9 +101,10 @@ constexpr int kBackwardUnit = 64;
 struct BackwardLead {
   int zero, convert;
 };
-constexpr BackwardLead backward_lead_sm90(const Problem& problem, bool causal) {
+constexpr BackwardLead backward_lead_sm90(const Problem& problem, bool triangular) {
   const int blocks = (problem.kv_len + 127) / 128, in_flight = 150;
-  const int section = backward_section_sm90(causal, backward_head_dim_sm90(problem.widest_dim()));
+  const int section =
+      backward_section_sm90(triangular, backward_head_dim_sm90(problem.widest_dim()));
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const int wave = (in_flight + blocks - 1) / blocks;
   return {min_int(heads, max_int(2 * section, 2 * wave)), min_int(heads, max_int(section, wave))};
@@ -160,11 +168,8 @@ inline bool backward_sm90_supports(const BackwardParams& params, const char** re
       backward_head_dim_sm90(problem.widest_dim()) == 0)
     return refuse("the Hopper backward takes head dims that are multiples of 8 up to 256");
   if (scores.softcap != 0.0) return refuse("the Hopper backward has no soft cap");
-  if (scores.window_left != kUnlimited ||
-      (scores.window_right != kUnlimited && scores.window_right != 0))
-    return refuse("the Hopper backward has no sliding window");
-  if (forward.features.any_mask_or_bias() || forward.features.sinks)
-    return refuse("the Hopper backward has no bias, mask, segments or sinks");
+  if (forward.features.any_mask_or_bias())
+    return refuse("the Hopper backward has no ALiBi, bias, mask or segments");
   for (const Strided* x : {&forward.q, &forward.k, &forward.v, &forward.o, &params.dout, &params.dq,
                            &params.dk, &params.dv})
     if (!readable(*x)) return refuse("the Hopper backward takes operands aligned to 16 bytes");

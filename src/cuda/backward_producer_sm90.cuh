@@ -47,6 +47,7 @@ struct BackwardGrid {
   int key_blocks, section;  // section: key/value heads whose key blocks are interleaved
   int heads;                // key/value heads, counted through the batches
   int group;                // query heads of a key/value head
+  bool triangular;          // backward_is_triangular()
   BackwardLead lead;
   float scale, scale_log2;  // of the scores; in log2 units
   BackwardWorkspace workspace;
@@ -54,21 +55,26 @@ struct BackwardGrid {
 
 // ---- which keys a block owns and which query rows it walks over. Lives in shared memory: what a
 // step does not need must not cost registers.
+//
+// Two edges cut what a key is seen by. The near one hides rows before the first that sees the key
+// (a causal mask), the far one rows from some row on (the left side of a window). The steps between
+// them need no mask.
 struct BackwardTask {
   int b, kv_head, first_key;
-  int key_end;    // keys from here on are seen by no row
-  int row_shift;  // under a causal mask row i sees key j iff i >= j - row_shift
-  bool causal;
-  RowRange valid;
-  int first_step, masked_end, end_step;  // steps before masked_end need the mask
+  int q_batch, k_batch, v_batch;  // of the operands, which may have fewer (Strided)
+  Range keys, valid;  // of the sequence: keys that some row sees, rows that see some key
+  int low, high;      // row i sees key j iff low <= j - i <= high
+  // Steps before plain_begin and from plain_end on need the mask; those from far_step on meet the
+  // far edge. Without a step between, all are before plain_begin.
+  int first_step, plain_begin, plain_end, far_step, end_step;
 
   __device__ __forceinline__ int steps() const { return end_step - first_step; }
 
-  // First query row that sees this key.
-  __device__ __forceinline__ int first_visible(int key) const {
-    if (key >= key_end) return 1 << 30;
-    return causal ? key - row_shift : -(1 << 30);
+  // First query row that sees this key, and the first after it that no longer does.
+  __device__ __forceinline__ int first_row(int key) const {
+    return key < keys.end ? key - high : 1 << 30;
   }
+  __device__ __forceinline__ int end_row(int key) const { return key - low + 1; }
 };
 
 __device__ inline BackwardTask find_task(const PrefillParams& forward, const BackwardGrid& grid,
@@ -83,23 +89,32 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
   BackwardTask task;
   task.b = head / problem.kv_heads;
   task.kv_head = head % problem.kv_heads;
+  task.q_batch = task.b % forward.q.batches;
+  task.k_batch = task.b % forward.k.batches;
+  task.v_batch = task.b % forward.v.batches;
   task.first_key = inside / section_heads * keys;
-  task.key_end = keys_seen(forward, task.b);
-  task.causal = forward.scores.window_right == 0;
-  task.row_shift =
-      forward.scores.bottom_right ? forward.kv_length(task.b) - forward.q_length(task.b) : 0;
-  task.valid = rows_with_keys(forward, task.b);
+  const Sequence sequence(forward, task.b);
+  task.low = sequence.low;
+  task.high = min(sequence.high, 1 << 30);  // so that no difference of rows overflows
+  task.keys = keys_seen(sequence);
+  task.valid = rows_with_keys(sequence);
 
   const int last_key = task.first_key + keys - 1;
-  const int end = task.first_key < task.key_end ? (task.valid.end + rows - 1) / rows : 0;
-  task.first_step = task.causal ? min(end, max(0, task.first_key - task.row_shift) / rows) : 0;
-  task.end_step = end;
-  task.masked_end = task.first_step;
-  if (last_key >= task.key_end)
-    task.masked_end = end;
-  else if (task.causal)
-    task.masked_end =
-        max(task.first_step, min(end, (max(0, last_key - task.row_shift) + rows - 1) / rows));
+  const int first_seen = max(task.first_key, task.keys.begin);
+  const int last_seen = min(last_key, task.keys.end - 1);
+  task.first_step = task.plain_begin = task.plain_end = task.far_step = task.end_step = 0;
+  if (first_seen > last_seen) return task;
+
+  const Range seeing = sequence.queries_seeing(first_seen, last_seen);
+  task.first_step = seeing.begin / rows;
+  task.end_step = (seeing.end + rows - 1) / rows;
+  // Rows beyond the last have no probabilities, and so need no mask.
+  const Range seeing_first = sequence.queries_seeing(task.first_key, task.first_key);
+  task.far_step = seeing_first.end < task.valid.end ? max(0, seeing_first.end) / rows : 1 << 30;
+  task.plain_end = min(task.far_step, task.end_step);
+  task.plain_begin = (max(0, task.first_row(last_key)) + rows - 1) / rows;
+  task.plain_begin = max(task.plain_begin, task.first_step);
+  if (task.plain_begin >= task.plain_end) task.plain_begin = task.plain_end = task.end_step;
   return task;
 }
 
@@ -110,12 +125,11 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
                                         const BackwardBarriers& barriers, uint32_t smem, int lane) {
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
-  const RowRange keys{0, task.key_end};
   BackwardLoader<HeadDim> loader{barriers.repair, lane};
   RingPosition<2> q_ring, dout_ring;
 
   loader.template load<L::kKeys>(smem + L::kK, &maps.k, barriers.k_full, task.first_key,
-                                 task.kv_head, task.b % forward.k.batches, keys, problem.kv_len, 0);
+                                 task.kv_head, task.k_batch, task.keys, problem.kv_len, 0);
   grid_dependency_wait();  // lse2 and delta; the tiles do not depend on the pass before
   if constexpr (L::kAccumulates) {
     const int kv_head_index = task.b * problem.kv_heads + task.kv_head;
@@ -134,8 +148,8 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
       const uint32_t q_full = barriers.q_full + 8 * q_ring.stage;
       mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
       loader.template load<L::kRows>(smem + L::kQ + q_ring.stage * L::kQueryBytes, &maps.q, q_full,
-                                     row, head, task.b % forward.q.batches, task.valid,
-                                     problem.q_len, L::kStatBytes);
+                                     row, head, task.q_batch, task.valid, problem.q_len,
+                                     L::kStatBytes);
       if (lane == 0)
         bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes,
                   grid.workspace.lse2 + stats_row(row), L::kStatBytes, q_full);
@@ -143,8 +157,7 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
 
       if (g == 0 && step == task.first_step)
         loader.template load<L::kKeys>(smem + L::kV, &maps.v, barriers.v_full, task.first_key,
-                                       task.kv_head, task.b % forward.v.batches, keys,
-                                       problem.kv_len, 0);
+                                       task.kv_head, task.v_batch, task.keys, problem.kv_len, 0);
 
       const uint32_t dout_full = barriers.dout_full + 8 * dout_ring.stage;
       mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);

@@ -1,10 +1,11 @@
 // What the generic backward needs of each query row before its tiles: lse and delta, in the
-// workspace. And the gradient of the sinks, which is a sum over them.
+// workspace.
 #ifndef FLASHATTN_CUDA_BACKWARD_SM80_ROWS_CUH_
 #define FLASHATTN_CUDA_BACKWARD_SM80_ROWS_CUH_
 
 #include <cstdint>
 
+#include "backward_sinks.cuh"
 #include "backward_sm80_plan.h"
 #include "device.h"
 #include "params.h"
@@ -12,11 +13,6 @@
 #include "score.cuh"
 
 namespace flashattn {
-
-struct RowStatistics {
-  float lse2;   // lse in log2 units; +inf where a row contributes nothing: every 2^(s - lse2) is 0
-  float delta;  // rowsum(dO * O) - dlse; 0 for such a row
-};
 
 // Heads outermost and rows padded, so that every tile of rows is contiguous and aligned.
 __device__ __forceinline__ RowStatistics* head_statistics(const BackwardParams& params, int b,
@@ -94,26 +90,11 @@ __global__ __launch_bounds__(kRowThreads) void backward_sm80_rows_kernel(
   head_statistics(params, b, n)[t] = {lse2, delta};
 }
 
-// dsinks = -sum over rows of p_sink * delta, one block a head, always in the same order.
-__global__ static __launch_bounds__(kRowThreads) void backward_sm80_sinks_kernel(
+__global__ static __launch_bounds__(kSinkThreads) void backward_sm80_sinks_kernel(
     const __grid_constant__ BackwardParams params) {
-  const Problem& problem = params.forward.problem;
-  const int n = blockIdx.x % problem.q_heads, b = blockIdx.x / problem.q_heads;
-  const float sink2 = params.forward.features.sinks.row(b)[n] * kLog2e;
-  const RowStatistics* rows = head_statistics(params, b, n);
-
-  float sum = 0.0f;
-  for (int t = threadIdx.x; t < problem.q_len; t += kRowThreads) {
-    const RowStatistics row = rows[t];
-    if (row.lse2 != INFINITY) sum -= exp2_approx(sink2 - row.lse2) * row.delta;
-  }
-  __shared__ float sums[kRowThreads];
-  sums[threadIdx.x] = sum;
-  for (int count = kRowThreads / 2; count > 0; count /= 2) {
-    __syncthreads();
-    if (threadIdx.x < count) sums[threadIdx.x] += sums[threadIdx.x + count];
-  }
-  if (threadIdx.x == 0) params.dsinks[blockIdx.x] = sums[0];
+  const int q_heads = params.forward.problem.q_heads;
+  const RowStatistics* rows = head_statistics(params, blockIdx.x / q_heads, blockIdx.x % q_heads);
+  store_sink_gradient(params, [&](int t) { return rows[t]; });
 }
 
 template <class T, int HeadDim>
@@ -134,7 +115,7 @@ Status launch_backward_rows(const BackwardParams& params, const Device& device,
   if (!params.dsinks) return {};
   const Launch sinks = {"backward_sm80_sinks",
                         reinterpret_cast<const void*>(&backward_sm80_sinks_kernel),
-                        dim3(static_cast<unsigned>(heads)), kRowThreads, 0};
+                        dim3(static_cast<unsigned>(heads)), kSinkThreads, 0};
   return launch(sinks, args, device, stream);
 }
 

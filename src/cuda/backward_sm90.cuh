@@ -25,7 +25,7 @@ inline Status launch_backward_pass(const char* name, const void* kernel,
 }
 
 inline BackwardLead backward_lead_of(const BackwardParams& params) {
-  return backward_lead_sm90(params.forward.problem, params.forward.scores.window_right == 0);
+  return backward_lead_sm90(params.forward.problem, backward_is_triangular(params.forward));
 }
 
 template <class T, int HeadDim, bool ZeroDq>
@@ -71,10 +71,12 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
   if (Status s = keys(&maps.dv, params.dv, problem.value_dim, 64); !s.ok()) return s;
 
   const float scale = static_cast<float>(forward.scores.scale);
+  const bool triangular = backward_is_triangular(forward);
   BackwardGrid grid{(problem.kv_len + L::kKeys - 1) / L::kKeys,
-                    backward_section_sm90(forward.scores.window_right == 0, HeadDim),
+                    backward_section_sm90(triangular, HeadDim),
                     problem.batch * problem.kv_heads,
                     problem.group(),
+                    triangular,
                     backward_lead_of(params),
                     scale,
                     scale * kLog2e,
@@ -132,14 +134,33 @@ Status launch_backward_split(const BackwardParams& params, const Device& device,
   return launch_backward_dq_sm90<T, HeadDim>(params, device, stream);
 }
 
+// Last, so that nothing waits for it.
+inline Status launch_backward_sinks(const BackwardParams& params, const Device& device,
+                                    cudaStream_t stream) {
+  if (!params.dsinks) return {};
+  const Problem& problem = params.forward.problem;
+  const unsigned heads = static_cast<unsigned>(problem.batch) * problem.q_heads;
+  void* args[] = {const_cast<BackwardParams*>(&params)};
+  return launch({"backward_sinks", reinterpret_cast<const void*>(&backward_sinks_kernel),
+                 dim3(heads), kSinkThreads, 0},
+                args, device, stream);
+}
+
 template <class T, int HeadDim>
-Status launch_backward_sm90(const BackwardParams& params, const Device& device,
-                            cudaStream_t stream) {
+Status launch_backward_products(const BackwardParams& params, const Device& device,
+                                cudaStream_t stream) {
   if constexpr (HeadDim <= 128) {
     if (backward_accumulates_dq(HeadDim, params.deterministic))
       return launch_backward_accumulating<T, HeadDim>(params, device, stream);
   }
   return launch_backward_split<T, HeadDim>(params, device, stream);
+}
+
+template <class T, int HeadDim>
+Status launch_backward_sm90(const BackwardParams& params, const Device& device,
+                            cudaStream_t stream) {
+  if (Status s = launch_backward_products<T, HeadDim>(params, device, stream); !s.ok()) return s;
+  return launch_backward_sinks(params, device, stream);
 }
 
 }  // namespace flashattn

@@ -7,6 +7,7 @@
 #include "device.h"
 #include "params.h"
 #include "ptx_sm90.cuh"
+#include "score.cuh"
 
 namespace flashattn {
 
@@ -22,12 +23,7 @@ struct RingPosition {
   }
 };
 
-// Rows of a tile, or of a sequence, that exist.
-struct RowRange {
-  int begin, end;
-};
-
-// Loads a tile by TMA. Rows outside [begin, end) read as zero whatever memory holds there (NaN in
+// Loads a tile by TMA. Rows outside `valid` read as zero whatever memory holds there (NaN in
 // padding must not meet a zero probability in a product): where the tile has such rows, they are
 // cleared before the barrier that the consumers wait for completes. `stats_bytes` more arrive on
 // it.
@@ -39,7 +35,7 @@ struct BackwardLoader {
 
   template <int Rows>
   __device__ __forceinline__ void load(uint32_t tile, const CUtensorMap* map, uint32_t full,
-                                       int row, int head, int b, RowRange valid, int capacity,
+                                       int row, int head, int b, const Range& valid, int capacity,
                                        uint32_t stats_bytes) {
     constexpr int kTileBytes = Rows * HeadDim * 2;
     const bool whole = row >= valid.begin && min(row + Rows, capacity) <= valid.end;
@@ -133,6 +129,16 @@ __device__ __forceinline__ void probabilities(float (&s)[Rows / 2], uint32_t lse
       if (Masked && 8 * j + (i & 1) < (i < 2 ? first : first_8)) x = 0.f;
     }
   }
+}
+
+// The other end of a window: queries from `end` on (`end_8` in the second row) do not see the key.
+template <int Rows>
+__device__ __forceinline__ void hide_from(float (&p)[Rows / 2], int end, int end_8) {
+#pragma unroll
+  for (int j = 0; j < Rows / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (8 * j + (i & 1) >= (i < 2 ? end : end_8)) p[4 * j + i] = 0.f;
 }
 
 template <class T, int Words>

@@ -125,7 +125,7 @@ class BackwardWideHalf {
   // dV and dK into the places of V and K, once the other warpgroup has read them for the last time.
   __device__ __forceinline__ void store_gradients() {
     named_barrier_sync(kPReady, 256);
-    const bool exists = first_key() < task_.key_end, exists_8 = first_key() + 8 < task_.key_end;
+    const bool exists = task_.keys.has(first_key()), exists_8 = task_.keys.has(first_key() + 8);
     const uint32_t first_chunk = smem_ + FirstColumn / 64 * L::kKeyChunk;
     fragments_to_shared<T, Columns>(dv_, first_chunk + L::kV, L::kKeyChunk, 1.f, exists, exists_8);
     fragments_to_shared<T, Columns>(dk_, first_chunk + L::kK, L::kKeyChunk, grid_.scale, exists,
@@ -193,20 +193,27 @@ class BackwardWideScores
 #pragma unroll 1
     for (int g = 0; g < grid_.group; ++g) {
       step_ = task_.first_step;
+      int masked_end = task_.plain_begin;
 #pragma unroll 1
-      while (step_ < task_.masked_end) {
-        step<true>();
-        wgmma_wait<0>();
-      }
-      if ((task_.end_step - step_) % 2 != 0) {
-        step<false>();
-        wgmma_wait<0>();
-      }
+      for (;;) {
 #pragma unroll 1
-      while (step_ < task_.end_step) {
-        step<false>();
-        step<false>();
-        wgmma_wait<0>();
+        while (step_ < masked_end) {
+          step<true>();
+          wgmma_wait<0>();
+        }
+        int plain = max(0, task_.plain_end - step_);
+        if (plain % 2 != 0) {
+          step<false>();
+          wgmma_wait<0>();
+        }
+#pragma unroll 1
+        for (; plain > 1; plain -= 2) {
+          step<false>();
+          step<false>();
+          wgmma_wait<0>();
+        }
+        masked_end = task_.end_step;  // what the far edge of a window cuts
+        if (step_ == masked_end) break;
       }
     }
     Half::store_gradients();
@@ -223,10 +230,13 @@ class BackwardWideScores
   template <bool Masked>
   __device__ __forceinline__ void step() {
     const int first_row = step_ * kRows + 2 * (thread_ & 3);
-    probabilities<kRows, Masked>(
-        s_, Half::stats_ + L::kLse + ring_.stage * L::kStatBytes, grid_.scale_log2,
-        Masked ? task_.first_visible(Half::first_key()) - first_row : 0,
-        Masked ? task_.first_visible(Half::first_key() + 8) - first_row : 0);
+    probabilities<kRows, Masked>(s_, Half::stats_ + L::kLse + ring_.stage * L::kStatBytes,
+                                 grid_.scale_log2,
+                                 Masked ? task_.first_row(Half::first_key()) - first_row : 0,
+                                 Masked ? task_.first_row(Half::first_key() + 8) - first_row : 0);
+    if (Masked && step_ >= task_.far_step)
+      hide_from<kRows>(s_, task_.end_row(Half::first_key()) - first_row,
+                       task_.end_row(Half::first_key() + 8) - first_row);
     // The stage's Q is there since S was issued: it passes at once, and its branch keeps the
     // exponentials ahead of the wait for dV.
     mbarrier_wait(barriers_.q_full + 8 * ring_.stage, ring_.phase);
@@ -280,10 +290,16 @@ class BackwardWideGradients
     Half::clear_gradients();
 #pragma unroll 1
     for (int g = 0; g < grid_.group; ++g) {
+      int i = task_.first_step, masked_end = task_.plain_begin;
 #pragma unroll 1
-      for (int i = task_.first_step; i < task_.masked_end; ++i) step<true>();
+      for (;;) {
 #pragma unroll 1
-      for (int i = task_.masked_end; i < task_.end_step; ++i) step<false>();
+        for (; i < masked_end; ++i) step<true>();
+#pragma unroll 1
+        for (; i < task_.plain_end; ++i) step<false>();
+        masked_end = task_.end_step;
+        if (i == masked_end) break;
+      }
     }
     Half::store_gradients();
   }
