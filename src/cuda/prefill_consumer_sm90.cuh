@@ -16,6 +16,21 @@ namespace flashattn {
 template <class Tile>
 using PrefillScale = std::conditional_t<Tile::kShaped, ShapeScale, float>;
 
+// Word i of lane l of each quad for word l of lane i.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&x)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = threadIdx.x & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      uint32_t &low = x[i], &high = x[i + bit];
+      const uint32_t other = __shfl_xor_sync(kWholeWarp, upper ? low : high, bit);
+      (upper ? low : high) = other;
+    }
+  }
+}
+
 template <class T, class Tile>
 class PrefillConsumer {
  public:
@@ -38,8 +53,9 @@ class PrefillConsumer {
   __device__ __forceinline__ void run() {
     if (warpgroup_ == Tile::kWarpgroups - 1) pass_turn();
     while (true) {
-      mbarrier_wait(shared_address(&shared_.barriers.q_full[q_stage_][warpgroup_]), q_parity_);
-      const TileWork& work = shared_.work[q_stage_];
+      mbarrier_wait(shared_address(&shared_.barriers.q_full[tile_.q_stage][warpgroup_]),
+                    tile_.q_parity);
+      const TileWork& work = shared_.work[tile_.work()];
       const TileWalk walk = load_part<TileWalk>(work);
       if (walk.position < 0) break;
       if (walk.blocks > 0)
@@ -47,9 +63,9 @@ class PrefillConsumer {
       else
         attend_to_nothing();
       finish_tile(work);
-      next_q_buffer();
+      tile_.next();
     }
-    bulk_wait<0>();
+    if constexpr (!Tile::kDirectO) bulk_wait<0>();
   }
 
  private:
@@ -138,6 +154,7 @@ class PrefillConsumer {
 
   __device__ __forceinline__ void attend_to_nothing() {
     release_previous_q();
+    release_read_q();
     clear_o();
     rows_.sum[0] = rows_.sum[1] = 0.f;
     if constexpr (Tile::kAnyMask) rows_.ref[0] = rows_.ref[1] = -INFINITY;
@@ -148,7 +165,7 @@ class PrefillConsumer {
   }
 
   __device__ __forceinline__ void first_block(const TileWalk& walk, int n) {
-    q_low_ = descriptor_low_k_major(smem_.q(q_stage_, warpgroup_));
+    q_low_ = descriptor_low_k_major(smem_.q(tile_.q_stage, warpgroup_));
     if constexpr (Tile::kShaped) set_shape();
     wait_k(block_);
     if constexpr (Tile::kAnyMask) {
@@ -231,6 +248,7 @@ class PrefillConsumer {
   }
 
   __device__ __forceinline__ void last_product(PRegs& p_in) {
+    release_read_q();
     uint32_t v_low = v_descriptor(block_);
     opaque(v_low);
     rescale_o();
@@ -280,7 +298,7 @@ class PrefillConsumer {
 
   // This warp's 16 rows of S again, by mma.sync from Q and K in shared memory: rare.
   __device__ __forceinline__ void recompute_s(float (&s)[kSRegs], uint32_t i) {
-    const uint32_t q_smem = smem_.q(q_stage_, warpgroup_), k_smem = smem_.k(ring_stage(i));
+    const uint32_t q_smem = smem_.q(tile_.q_stage, warpgroup_), k_smem = smem_.k(ring_stage(i));
     const int key = lane() % 8 + lane() / 16 * 8, half = lane() / 8 % 2;
 #pragma unroll
     for (float& x : s) x = 0.f;
@@ -321,22 +339,22 @@ class PrefillConsumer {
     return position + warpgroup_ * grid_.warpgroup_positions;
   }
   __device__ int position() const {
-    const volatile TileWork& work = shared_.work[q_stage_];
+    const volatile TileWork& work = shared_.work[tile_.work()];
     return work.position;
   }
   __device__ int shift() const {
-    const volatile TileWork& work = shared_.work[q_stage_];
+    const volatile TileWork& work = shared_.work[tile_.work()];
     return work.shift;
   }
 
   // Made anew for each use: what few steps need is not to occupy registers in all of them.
   __device__ __forceinline__ RowMasks row_masks() const {
-    const volatile TileWork& work = shared_.work[q_stage_];
+    const volatile TileWork& work = shared_.work[tile_.work()];
     const int first = first_position(work.position);
     return {params_, work, first + row_position(0), first + row_position(1)};
   }
   __device__ __forceinline__ void set_shape() {
-    const TileWork& work = shared_.work[q_stage_];
+    const TileWork& work = shared_.work[tile_.work()];
     shape_ = ScoreShape(params_, work, first_position(work.position) + row(0));
   }
   // Of block n, the i-th through all tiles.
@@ -372,7 +390,7 @@ class PrefillConsumer {
   // sees all of such a block.
   template <class F>
   __device__ __forceinline__ void for_each_bias_in_memory(int first_key, F f) const {
-    const volatile TileWork& work = shared_.work[q_stage_];
+    const volatile TileWork& work = shared_.work[tile_.work()];
     const Broadcast& bias = params_.features.bias;
     const T* rows[2];
 #pragma unroll
@@ -467,11 +485,11 @@ class PrefillConsumer {
       named_barrier_arrive(kTurn + (warpgroup_ == Tile::kWarpgroups - 1 ? 0 : warpgroup_ + 1), 256);
   }
 
-  // ---- the end of a tile: O / sum through this warpgroup's own Q rows to memory
+  // ---- the end of a tile: O / sum to memory
   __device__ __forceinline__ void finish_tile(const TileWork& work) {
     const TilePlace place = load_part<TilePlace>(work);
     const int first = first_position(position());
-    const bool v_not_finite = shared_.v_not_finite[q_stage_];
+    const bool v_not_finite = shared_.v_not_finite[tile_.work()];
     // Early where it is the longer way: less is in registers then.
     if (Tile::kAnyMask && v_not_finite) see_not_finite(work);
     float weight[2] = {1.f, 1.f};
@@ -497,9 +515,51 @@ class PrefillConsumer {
         if (empty[i / 2 % 2]) o_regs_[i] = 0.f;
     }
     if (params_.lse.data != nullptr) store_lse(place, first, empty);
-    const uint32_t q_smem = smem_.q(q_stage_, warpgroup_);
+    if constexpr (Tile::kDirectO)
+      store_o(place, first, inverse);
+    else
+      stage_o(place, first, inverse);
+  }
+
+  // From registers: so Q is free long before, and the next tile's is there when this one ends.
+  __device__ __forceinline__ void store_o(const TilePlace& place, int first,
+                                          const float (&factor)[2]) {
+    const Strided& o = params_.o;
+    const int own_column = lane() % 4 * 8;
+    int value_dim = params_.problem.value_dim;
+    opaque(value_dim);  // else predicates are kept for all columns
+    T* rows[2];
+    bool stored[2];
 #pragma unroll
-    for (int i = 0; i < Tile::kValueDim / 2; ++i) o_regs_[i] *= inverse[i / 2 % 2];
+    for (int half = 0; half < 2; ++half) {
+      stored[half] = first + row_position(half) < grid_.q_len && is_row(half);
+      rows[half] = static_cast<T*>(o.data) + static_cast<uint32_t>(place.batch) * o.batch +
+                   static_cast<uint32_t>(first + row_position(half)) * o.seq +
+                   static_cast<uint32_t>(query_head(place.head, half)) * o.head + own_column;
+    }
+#pragma unroll
+    for (int column = 0; column < Tile::kValueDim; column += 32) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* own = o_regs_ + column / 2 + 4 * i + 2 * half;
+          pairs[i] = pack<T>(own[0] * factor[half], own[1] * factor[half]);
+        }
+        transpose_in_quad(pairs);
+        if (stored[half] && column + own_column < value_dim)
+          store_global_16(rows[half] + column, pairs);
+      }
+    }
+  }
+
+  // Through this warpgroup's own Q rows.
+  __device__ __forceinline__ void stage_o(const TilePlace& place, int first,
+                                          const float (&factor)[2]) {
+    const uint32_t q_smem = smem_.q(tile_.q_stage, warpgroup_);
+#pragma unroll
+    for (int i = 0; i < Tile::kValueDim / 2; ++i) o_regs_[i] *= factor[i / 2 % 2];
 #pragma unroll
     for (int k = 0; k < Tile::kValueDim / 16; ++k) {
       const float* o = o_regs_ + 8 * k;
@@ -515,7 +575,7 @@ class PrefillConsumer {
                          place.head, place.batch);
       bulk_commit();
     }
-    unreleased_q_ = shared_address(&shared_.barriers.q_empty[q_stage_]);
+    unreleased_q_ = shared_address(&shared_.barriers.q_empty[tile_.q_stage][0]);
     if constexpr (Tile::kQStages == 1) release_previous_q();
   }
 
@@ -566,8 +626,8 @@ class PrefillConsumer {
   }
   __device__ __forceinline__ KeyRange inspected_keys(const TileWork& work) const {
     if constexpr (Tile::kAnyMask) {
-      return {shared_.first_not_finite[q_stage_] * Tile::kBlockKv,
-              min(shared_.end_not_finite[q_stage_] * Tile::kBlockKv, work.kv_len)};
+      return {shared_.first_not_finite[tile_.work()] * Tile::kBlockKv,
+              min(shared_.end_not_finite[tile_.work()] * Tile::kBlockKv, work.kv_len)};
     } else {
       return {work.first_inspected * Tile::kBlockKv,
               __shfl_sync(kWholeWarp, last_key_[1], 31) + 1};  // of the warp's last row
@@ -598,22 +658,22 @@ class PrefillConsumer {
       if (first + row_position(half) < grid_.q_len && is_row(half)) lse[of_row[half]] = value[half];
   }
 
+  // This warpgroup's rows of Q once the tile's last scores are there. By every warp, since a warp
+  // may read them again (recompute_s). Also says that it has left the tile before.
+  __device__ __forceinline__ void release_read_q() {
+    if constexpr (Tile::kDirectO)
+      if (lane() == 0)
+        mbarrier_arrive(shared_address(&shared_.barriers.q_empty[tile_.q_stage][warpgroup_]));
+  }
   // The Q buffer of the tile before, once its O has left it: late, so that nobody waits for the
   // store.
   __device__ __forceinline__ void release_previous_q() {
-    if (unreleased_q_ == 0) return;
+    if (Tile::kDirectO || unreleased_q_ == 0) return;
     if (thread() == 0) {
       bulk_wait_read<0>();
       mbarrier_arrive(unreleased_q_);
     }
     unreleased_q_ = 0;
-  }
-
-  __device__ __forceinline__ void next_q_buffer() {
-    if (++q_stage_ == Tile::kQStages) {
-      q_stage_ = 0;
-      q_parity_ ^= 1;
-    }
   }
 
   const PrefillMaps& maps_;
@@ -635,8 +695,8 @@ class PrefillConsumer {
   bool was_last_;        // mask only
   uint32_t q_low_ = 0;
   uint32_t block_ = 0;  // K/V blocks so far, through all tiles
-  int q_stage_ = 0;
-  uint32_t q_parity_ = 0, unreleased_q_ = 0;
+  TileCount<Tile> tile_;
+  uint32_t unreleased_q_ = 0;
 };
 
 }  // namespace flashattn

@@ -46,35 +46,40 @@ __device__ __forceinline__ uint32_t zero_times_plus(uint32_t v, uint32_t sum) {
 template <class T, class Tile>
 class PrefillInspector {
  public:
-  static constexpr int kWarps = 3, kThreads = 32 * kWarps;
+  static constexpr int kThreads = 32 * kInspectorWarps;
 
   __device__ PrefillInspector(PrefillSmem<Tile> smem, PrefillShared<Tile>& shared)
       : smem_(smem), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
-    int q_stage = 0;
-    uint32_t q_parity = 0, block = 0;  // K/V blocks so far, through all tiles
+    TileCount<Tile> tile;
+    uint32_t block = 0;  // K/V blocks so far, through all tiles
     while (true) {
-      mbarrier_wait(shared_address(&shared_.barriers.q_full[q_stage][0]), q_parity);
-      const TileWalk walk = load_part<TileWalk>(shared_.work[q_stage]);
+      mbarrier_wait(shared_address(&shared_.barriers.q_full[tile.q_stage][0]), tile.q_parity);
+      const int own_work = tile.work();
+      const uint32_t q_empty = shared_address(&shared_.barriers.q_empty[tile.q_stage][0]);
+      const TileWalk walk = load_part<TileWalk>(shared_.work[own_work]);
       if (walk.position < 0) return;
+      // At once, for Q is not read here; but by each warp, which so says that it has left the tile
+      // before.
+      if constexpr (Tile::kDirectO) {
+        __syncwarp();
+        if (thread() % 32 == 0) mbarrier_arrive(q_empty);
+      }
       if constexpr (Tile::kAnyMask) {
-        if (walk.blocks > 0) follow_tile(block, walk.kv_len, q_stage);
+        if (walk.blocks > 0) follow_tile(block, walk.kv_len, own_work);
         named_barrier_sync(kInspectors, kThreads);  // for all to have read `walk`
       } else {
-        const int first_inspected = shared_.work[q_stage].first_inspected;
+        const int first_inspected = shared_.work[own_work].first_inspected;
         const uint32_t next_tile = block + walk.blocks;
 #pragma unroll 1
         for (int n = walk.blocks - 1; n >= first_inspected; --n)
           inspect(ring_stage(block++), walk.kv_len - n * Tile::kBlockKv,
-                  &shared_.v_not_finite[q_stage]);
+                  &shared_.v_not_finite[own_work]);
         block = next_tile;
       }
-      if (thread() == 0) mbarrier_arrive(shared_address(&shared_.barriers.q_empty[q_stage]));
-      if (++q_stage == Tile::kQStages) {
-        q_stage = 0;
-        q_parity ^= 1;
-      }
+      if (!Tile::kDirectO && thread() == 0) mbarrier_arrive(q_empty);
+      tile.next();
     }
   }
 
@@ -91,7 +96,7 @@ class PrefillInspector {
   __device__ int thread() const { return threadIdx.x - 32; }
 
   // Through all blocks of a tile, since only with each comes whether it is masked.
-  __device__ __forceinline__ void follow_tile(uint32_t& block, int kv_len, int q_stage) {
+  __device__ __forceinline__ void follow_tile(uint32_t& block, int kv_len, int own_work) {
     FoundBlock found;
     do {
       const uint32_t stage = ring_stage(block++);
@@ -101,9 +106,9 @@ class PrefillInspector {
         bool not_finite = false;
         clean(smem_.v(stage), kv_len - found.block() * Tile::kBlockKv, &not_finite);
         if (not_finite) {
-          shared_.v_not_finite[q_stage] = true;
-          atomicMin(&shared_.first_not_finite[q_stage], found.block());
-          atomicMax(&shared_.end_not_finite[q_stage], found.block() + 1);
+          shared_.v_not_finite[own_work] = true;
+          atomicMin(&shared_.first_not_finite[own_work], found.block());
+          atomicMax(&shared_.end_not_finite[own_work], found.block() + 1);
         }
       }
       pass_on(stage);

@@ -22,13 +22,20 @@ struct PrefillTile {
   static constexpr int kHeadDim = kTile.head_dim, kValueDim = kTile.value_dim;
   static constexpr int kBlockKv = kTile.block_kv;
   static constexpr int kWarpgroups = kTile.warpgroups, kQStages = kTile.q_stages;
+  // How Q is given back: each warpgroup's rows once their last scores are there, or a whole buffer
+  // once O has left it.
+  static constexpr bool kDirectO = kTile.direct_o;
+  static constexpr int kQReleases = kDirectO ? kWarpgroups : 1;
+  // Tiles whose TileWork is kept. With direct O it outlives Q: see PrefillProducer::publish.
+  static constexpr int kTileWorks = kDirectO ? 3 : kQStages;
   static constexpr int kChunks = kTile.chunks(), kValueChunks = kTile.value_chunks();
   static constexpr int kQChunkBytes = kWarpgroupRows * 128, kKvChunkBytes = kBlockKv * 128;
   static constexpr int kQBytes = kTile.q_bytes();
   static constexpr int kKBytes = kTile.k_bytes(), kVBytes = kTile.v_bytes();
   static constexpr int kBiasChunks = kTile.bias_chunks(), kBiasBytes = kTile.bias_bytes();
   static_assert(kHeadDim % 16 == 0 && kBlockKv % 16 == 0, "wgmma multiplies 16 deep");
-  static_assert(kValueDim <= kHeadDim, "O is staged in Q's place");
+  static_assert(kDirectO || kValueDim <= kHeadDim, "O is staged in Q's place");
+  static_assert(!kDirectO || kValueDim % 32 == 0, "a quad of lanes stores 32 columns of O");
   static_assert(kWarpgroups >= 2 && kWarpgroups <= 4, "register shares exist for these");
 };
 
@@ -43,7 +50,7 @@ __device__ __forceinline__ uint32_t tile_address(uint32_t tile, int tile_rows, i
 // barrier.
 template <class Tile>
 struct PrefillBarriers {
-  uint64_t q_full[Tile::kQStages][Tile::kWarpgroups], q_empty[Tile::kQStages];
+  uint64_t q_full[Tile::kQStages][Tile::kWarpgroups], q_empty[Tile::kQStages][Tile::kQReleases];
   uint64_t k_full[kKvStages], k_empty[kKvStages], v_full[kKvStages], v_empty[kKvStages];
   uint64_t v_raw[kKvStages];  // a V that the inspector has to see before it is full
   uint64_t counter_claimed;
@@ -59,7 +66,7 @@ struct PrefillBlocksShared<Tile, true> {
   FoundBlock k_block[kKvStages], v_block[kKvStages];  // published with the tile, freed with it
   MaskBits k_mask_bits[kKvStages];                    // beside k_block, where it says so
   // The blocks, from the first to the last, from which the inspector took something.
-  int first_not_finite[Tile::kQStages], end_not_finite[Tile::kQStages];
+  int first_not_finite[Tile::kTileWorks], end_not_finite[Tile::kTileWorks];
 };
 
 // Kernels that add a bias. Every warpgroup has its own buffer, refilled as soon as it has read it.
@@ -73,9 +80,26 @@ struct PrefillBiasShared<Tile, true> {
 template <class Tile>
 struct PrefillShared : PrefillBlocksShared<Tile>, PrefillBiasShared<Tile> {
   PrefillBarriers<Tile> barriers;
-  // Belong to the Q buffer: published by q_full, freed by q_empty.
-  TileWork work[Tile::kQStages];
-  bool v_not_finite[Tile::kQStages];  // the inspector took something out of a V of this tile
+  // Published by q_full, freed by q_empty: of the same tile or, with direct O, of the next one.
+  TileWork work[Tile::kTileWorks];
+  bool v_not_finite[Tile::kTileWorks];  // the inspector took something out of a V of this tile
+};
+
+// Counts tiles through the Q buffers and through what is known of them.
+template <class Tile>
+struct TileCount {
+  int q_stage = 0;
+  uint32_t q_parity = 0;
+  int own_work = 0;
+
+  __device__ int work() const { return Tile::kDirectO ? own_work : q_stage; }
+  __device__ __forceinline__ void next() {
+    if (++q_stage == Tile::kQStages) {
+      q_stage = 0;
+      q_parity ^= 1;
+    }
+    if (++own_work == Tile::kTileWorks) own_work = 0;
+  }
 };
 
 // One part of a TileWork in shared memory.
@@ -111,9 +135,11 @@ __device__ __forceinline__ uint32_t ring_parity(uint32_t i) { return i / kKvStag
 
 // Named barriers; 0 is __syncthreads. The first two count on from here by warpgroup.
 constexpr int kTurn = 1, kOwnThreads = 5, kInspectors = 9;
+constexpr int kInspectorWarps = 3;
 
 struct PrefillMaps {
-  CUtensorMap q, k, v, o;
+  CUtensorMap q, k, v;
+  CUtensorMap o;     // where O is staged in Q's place
   CUtensorMap bias;  // in calls with a bias only
 };
 

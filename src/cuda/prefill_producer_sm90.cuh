@@ -30,8 +30,8 @@ class PrefillProducer {
 
   // By the thread that loads, while others still prepare shared memory.
   __device__ __forceinline__ void prepare() {
-    for (const CUtensorMap* map : {&maps_.k, &maps_.q, &maps_.v, &maps_.o})
-      tma_prefetch_descriptor(map);
+    for (const CUtensorMap* map : {&maps_.k, &maps_.q, &maps_.v}) tma_prefetch_descriptor(map);
+    if (!Tile::kDirectO) tma_prefetch_descriptor(&maps_.o);
     if (Tile::kShaped && params_.features.bias.data) tma_prefetch_descriptor(&maps_.bias);
     if constexpr (!Tile::kAnyMask) first_work_ = work_of(blockIdx.x);
   }
@@ -55,24 +55,30 @@ class PrefillProducer {
   __device__ static bool is_loader() { return kThreads == 1 || opaque_thread() == 0; }
 
   __device__ uint32_t q_full(int warpgroup) const {
-    return shared_address(&shared_.barriers.q_full[q_stage_][warpgroup]);
+    return shared_address(&shared_.barriers.q_full[tile_.q_stage][warpgroup]);
   }
+  __device__ __forceinline__ void wait_for_q_buffer(int release) const {
+    mbarrier_wait(shared_address(&shared_.barriers.q_empty[tile_.q_stage][release]),
+                  tile_.q_parity ^ 1);
+  }
+  __device__ TileWork& published_work() const { return shared_.work[tile_.work()]; }
 
   __device__ __forceinline__ void load_ranges() {
     int tile = blockIdx.x;
     TileWork work = first_work_;
     while (work.position >= 0) {
       // The first K goes ahead of the wait for the Q buffer, which may still be on its way out as
-      // O. A single buffer always is, but for a block's first tile: meanwhile the rings are filled.
+      // O. A single buffer through which O goes always is, but for a block's first tile: meanwhile
+      // the rings are filled.
       if (work.blocks > 0) load_k(work, block_, work.blocks - 1);
-      const bool ahead = Tile::kQStages == 1 && block_ > 0 && work.blocks > 1;
+      const bool ahead = Tile::kQStages == 1 && !Tile::kDirectO && block_ > 0 && work.blocks > 1;
       if (ahead) {
         load_k(work, block_ + 1, work.blocks - 2);
         load_v(work, block_++, work.blocks - 1);
       }
       publish(work);
-      work = load_tile(shared_.work[q_stage_], ahead, tile);
-      next_q_buffer();
+      work = load_tile(published_work(), ahead, tile);
+      tile_.next();
     }
     publish(work);
     publish_without_q();
@@ -86,14 +92,13 @@ class PrefillProducer {
     bool begins = true;
     FoundBlock waiting = FoundBlock::none(), block = FoundBlock::none();  // for V; for K
     // One before the first.
-    q_stage_ = Tile::kQStages - 1;
-    q_parity_ = 1;
+    tile_ = {Tile::kQStages - 1, 1, Tile::kTileWorks - 1};
     while (true) {
       if (begins) begin_tile(tile);
       const FoundBlock found = finder_.next();
       if (begins) {
-        if (waiting.exists()) load_v(shared_.work[q_stage_], block_ - 1, waiting);
-        next_q_buffer();
+        if (waiting.exists()) load_v(published_work(), block_ - 1, waiting);
+        tile_.next();
         if (tile >= grid_.tiles) break;
         if (is_loader()) shared_.next_work.blocks = found.block() + 1;
         waiting = FoundBlock::none();
@@ -104,11 +109,11 @@ class PrefillProducer {
       } else {
         load_k(shared_.next_work, block_++, block.as_last(!found.exists()));
         if (waiting.exists()) {
-          load_v(shared_.work[q_stage_], block_ - 2, waiting);
+          load_v(published_work(), block_ - 2, waiting);
         } else {
           publish(shared_.next_work);
 #pragma unroll 1
-          for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(shared_.work[q_stage_], w);
+          for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(published_work(), w);
         }
         if constexpr (Tile::kShaped) load_bias(shared_.next_work, block_ - 1, block);
         waiting = block.as_last(!found.exists());
@@ -122,27 +127,25 @@ class PrefillProducer {
     publish_without_q();
   }
 
-  // The arrival on q_full, which follows, makes it visible.
+  // The arrival on q_full, which follows, makes it visible. With direct O nothing need be waited
+  // for: the Q of the tile before went into rows that all readers had given back, so they have left
+  // the third tile before this one, whose place it takes.
   __device__ __forceinline__ void publish(const TileWork& work) {
     if (!is_loader()) return;
-    mbarrier_wait(shared_address(&shared_.barriers.q_empty[q_stage_]), q_parity_ ^ 1);
-    shared_.work[q_stage_] = work;
-    shared_.v_not_finite[q_stage_] = false;
+    if constexpr (!Tile::kDirectO) wait_for_q_buffer(0);
+    published_work() = work;
+    shared_.v_not_finite[tile_.work()] = false;
     if constexpr (Tile::kAnyMask) {
-      shared_.first_not_finite[q_stage_] = INT_MAX;
-      shared_.end_not_finite[q_stage_] = 0;
+      shared_.first_not_finite[tile_.work()] = INT_MAX;
+      shared_.end_not_finite[tile_.work()] = 0;
     }
   }
   __device__ __forceinline__ void publish_without_q() {
     if (!is_loader()) return;
 #pragma unroll
-    for (int w = 0; w < Tile::kWarpgroups; ++w) mbarrier_arrive(q_full(w));
-  }
-
-  __device__ __forceinline__ void next_q_buffer() {
-    if (++q_stage_ == Tile::kQStages) {
-      q_stage_ = 0;
-      q_parity_ ^= 1;
+    for (int w = 0; w < Tile::kWarpgroups; ++w) {
+      if constexpr (Tile::kDirectO) wait_for_q_buffer(w);
+      mbarrier_arrive(q_full(w));
     }
   }
 
@@ -203,7 +206,8 @@ class PrefillProducer {
   __device__ __forceinline__ void load_q(const TileWork& work, int warpgroup) {
     if (!is_loader()) return;
     const int positions = grid_.warpgroup_positions;
-    const uint32_t barrier = q_full(warpgroup), q_smem = smem_.q(q_stage_, warpgroup);
+    const uint32_t barrier = q_full(warpgroup), q_smem = smem_.q(tile_.q_stage, warpgroup);
+    if constexpr (Tile::kDirectO) wait_for_q_buffer(warpgroup);
     mbarrier_expect_tx(barrier, positions * grid_.packed_heads * 128 * Tile::kChunks);
 #pragma unroll
     for (int chunk = 0; chunk < Tile::kChunks; ++chunk)
@@ -277,8 +281,7 @@ class PrefillProducer {
   const TileGrid& grid_;
   const PrefillSmem<Tile> smem_;
   PrefillShared<Tile>& shared_;
-  int q_stage_ = 0;
-  uint32_t q_parity_ = 0;
+  TileCount<Tile> tile_;
   uint32_t block_ = 0;  // K/V blocks so far, through all tiles
   TileWork first_work_;
   Finder finder_;

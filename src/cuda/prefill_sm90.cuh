@@ -19,13 +19,24 @@
 
 namespace flashattn {
 
+// Arrivals that give Q back: with direct O of each warp, for it may read its rows until then, else
+// of whole warpgroups. Those who inspect wait for the first warpgroup's Q.
+template <class Tile>
+__device__ __forceinline__ int q_releases(int warpgroup, bool inspector) {
+  if constexpr (Tile::kDirectO)
+    return 4 + (inspector && warpgroup == 0 ? kInspectorWarps : 0);
+  else
+    return Tile::kWarpgroups + inspector;
+}
+
 template <class Tile>
 __device__ __forceinline__ void init_prefill_barriers(PrefillShared<Tile>& shared, bool inspector) {
   PrefillBarriers<Tile>& barriers = shared.barriers;
   constexpr int kWarps = 4 * Tile::kWarpgroups;
   for (int stage = 0; stage < Tile::kQStages; ++stage) {
     for (uint64_t& full : barriers.q_full[stage]) mbarrier_init(shared_address(&full), 1);
-    mbarrier_init(shared_address(&barriers.q_empty[stage]), Tile::kWarpgroups + inspector);
+    for (int w = 0; w < Tile::kQReleases; ++w)
+      mbarrier_init(shared_address(&barriers.q_empty[stage][w]), q_releases<Tile>(w, inspector));
   }
   for (int stage = 0; stage < kKvStages; ++stage) {
     mbarrier_init(shared_address(&barriers.k_full[stage]), 1);
@@ -43,7 +54,7 @@ __device__ __forceinline__ void init_prefill_barriers(PrefillShared<Tile>& share
 }
 
 // Rows of Q that no load fills must not depend on what a block did before: their scores take part
-// in a warp's decisions. They start as zeros, and finish_tile leaves zeros.
+// in a warp's decisions. They start as zeros, and whoever stages O there leaves zeros.
 template <class Tile>
 __device__ __forceinline__ void clear_left_over_rows(const TileGrid& grid, PrefillSmem<Tile> smem) {
   const int filled = grid.warpgroup_positions * grid.packed_heads;
@@ -156,14 +167,14 @@ inline TensorMapShape bias_map_shape(const Broadcast& bias, const Problem& probl
 }
 
 inline Status encode_prefill_maps(PrefillMaps* maps, const PrefillParams& params,
-                                  const TileGrid& grid, int block_kv) {
+                                  const TileGrid& grid, const TileSm90& tile) {
   const Problem& problem = params.problem;
   const auto rows = [&](const Strided& x, int dim) {
     return prefill_map_shape(x, dim, problem, problem.q_len, problem.q_heads,
                              grid.warpgroup_positions);
   };
   const auto keys = [&](const Strided& x, int dim) {
-    return prefill_map_shape(x, dim, problem, problem.kv_len, problem.kv_heads, block_kv);
+    return prefill_map_shape(x, dim, problem, problem.kv_len, problem.kv_heads, tile.block_kv);
   };
   if (Status q =
           encode_tensor_map_packed(&maps->q, rows(params.q, problem.head_dim), grid.packed_heads);
@@ -177,6 +188,7 @@ inline Status encode_prefill_maps(PrefillMaps* maps, const PrefillParams& params
     const TensorMapShape shape = bias_map_shape(bias, problem);
     if (Status status = encode_tensor_map_4d(&maps->bias, shape); !status.ok()) return status;
   }
+  if (tile.direct_o) return {};
   return encode_tensor_map_packed(&maps->o, rows(params.o, problem.value_dim), grid.packed_heads);
 }
 
@@ -195,7 +207,7 @@ Status launch_prefill_tile_sm90(const PrefillParams& params, const Device& devic
   using Tile = PrefillTile<TileIndex>;
   TileGrid grid = prefill_grid(Tile::kTile, params, device.sm_count);
   PrefillMaps maps = {};
-  if (Status status = encode_prefill_maps(&maps, params, grid, Tile::kBlockKv); !status.ok())
+  if (Status status = encode_prefill_maps(&maps, params, grid, Tile::kTile); !status.ok())
     return {"prefill_sm90: " + status.message};
   PrefillScale<Tile> scale = prefill_scale<Tile>(params);
   PrefillParams kernel_params = params;

@@ -209,6 +209,13 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, uint4 v) {
                : "memory");
 }
 
+// Whole, where the compiler would take an assignment apart.
+__device__ __forceinline__ void store_global_16(void* global, const uint32_t (&v)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v[0]), "r"(v[1]),
+               "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -28,10 +28,13 @@ struct TileSm90 {
   int max_q_len;   // the row serves queries up to this length
   int warpgroups;  // consumers
   int block_kv;    // keys a step
-  int q_stages;    // Q buffers; O is staged in the tile's own
+  int q_stages;    // Q buffers
   bool double_p;   // two register copies of P: its conversion hides under the exponentials
   bool max_free;   // unmasked blocks go without a row maximum as long as nothing overflows
   bool ping_pong;  // warpgroups take turns at issuing products
+  // O goes to memory from registers, else through the tile's own Q buffer. That takes fewer
+  // instructions, but then a single Q buffer is free only when the tile has left.
+  bool direct_o;
   const char* why;
 
   constexpr int block_q() const { return warpgroups * kWarpgroupRows; }
@@ -66,54 +69,57 @@ struct TileSm90 {
 
 // The first row that fits a call is taken.
 constexpr TileSm90 kPrefillTilesSm90[] = {
-    {64, 64, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true,
+    {64, 64, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true, false,
      "short causal: 128 rows waste less of the diagonal than 192, and with few blocks a tile a "
      "second"
      " copy of P costs more than it hides (T 512: 256 against 245)"},
-    {64, 64, ScoreKind::kCausal, kUnlimited, 3, 128, 2, false, true, true,
+    {64, 64, ScoreKind::kCausal, kUnlimited, 3, 128, 2, false, true, true, false,
      "three softmaxes share the SM (T 16384: 613 against 505 with two warpgroups)"},
-    {64, 64, ScoreKind::kFull, 128, 2, 128, 2, true, true, true, "one tile holds the queries"},
-    {64, 64, ScoreKind::kFull, 512, 4, 64, 2, false, true, true,
+    {64, 64, ScoreKind::kFull, 128, 2, 128, 2, true, true, true, false,
+     "one tile holds the queries"},
+    {64, 64, ScoreKind::kFull, 512, 4, 64, 2, false, true, true, false,
      "256 rows divide T 512 and 192 do not (416 against 408)"},
-    {64, 64, ScoreKind::kFull, kUnlimited, 3, 128, 2, false, true, true,
+    {64, 64, ScoreKind::kFull, kUnlimited, 3, 128, 2, false, true, true, false,
      "as causal (T 16384: 621 against 512 with two warpgroups, 572 with four)"},
-    {96, 96, ScoreKind::kCausal, kUnlimited, 3, 96, 2, false, true, true,
+    {96, 96, ScoreKind::kCausal, kUnlimited, 3, 96, 2, false, true, true, false,
      "three warpgroups as at 64; 96 keys are what 160 registers hold"},
-    {96, 96, ScoreKind::kFull, kUnlimited, 3, 96, 2, false, true, true, "as causal"},
-    {128, 128, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true,
+    {96, 96, ScoreKind::kFull, kUnlimited, 3, 96, 2, false, true, true, false, "as causal"},
+    {128, 128, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true, false,
      "few blocks a tile: a second copy of P costs more than it hides (T 512: 346 against 331)"},
-    {128, 128, ScoreKind::kCausal, kUnlimited, 2, 128, 2, true, true, true,
+    {128, 128, ScoreKind::kCausal, kUnlimited, 2, 128, 2, true, true, true, false,
      "95 % of the tensor rate; narrower blocks or 64-row tiles lose 15 to 30 % at T 512"},
-    {128, 128, ScoreKind::kFull, kUnlimited, 2, 128, 2, true, true, true,
+    {128, 128, ScoreKind::kFull, kUnlimited, 2, 128, 2, true, true, true, false,
      "as causal; 160 to 192 keys are no faster at T 16384 and 15 to 20 % slower at T 512"},
-    {192, 128, ScoreKind::kCausal, kUnlimited, 2, 128, 1, true, true, true,
-     "values of their own width leave room for 128 keys (T 16384: 680 against 568 by zero fill)"},
-    {192, 128, ScoreKind::kFull, kUnlimited, 2, 128, 1, true, true, true,
+    {192, 128, ScoreKind::kCausal, kUnlimited, 2, 128, 1, true, true, true, false,
+     "values of their own width leave room for 128 keys (T 16384: 680 against 568 by zero fill); "
+     "no register is free, and direct O is 3 % slower"},
+    {192, 128, ScoreKind::kFull, kUnlimited, 2, 128, 1, true, true, true, false,
      "as causal (T 16384: 755 against 620 by zero fill)"},
-    {192, 192, ScoreKind::kCausal, kUnlimited, 2, 96, 1, false, true, true,
-     "96 keys leave less of the diagonal unused than 112"},
-    {192, 192, ScoreKind::kFull, kUnlimited, 2, 112, 1, false, true, true,
+    {192, 192, ScoreKind::kCausal, kUnlimited, 2, 96, 1, false, true, true, true,
+     "96 keys leave less of the diagonal unused than 112; direct O is 4 % faster at T 2048"},
+    {192, 192, ScoreKind::kFull, kUnlimited, 2, 112, 1, false, true, true, true,
      "the most keys that shared memory holds"},
-    {256, 256, ScoreKind::kCausal, kUnlimited, 2, 64, 1, false, true, true,
-     "80 keys are equal at T 16384 and 1 to 6 % slower below"},
-    {256, 256, ScoreKind::kFull, 4096, 2, 64, 1, false, true, true,
-     "80 keys waste more of a short sequence (T 512: 561 against 531; T 4096: 797 against 785)"},
-    {256, 256, ScoreKind::kFull, kUnlimited, 2, 80, 1, false, true, true,
+    {256, 256, ScoreKind::kCausal, kUnlimited, 2, 64, 1, false, true, true, true,
+     "80 keys are equal at T 16384 and 1 to 6 % slower below; direct O is 4 % faster at T 512"},
+    {256, 256, ScoreKind::kFull, 4096, 2, 64, 1, false, true, true, true,
+     "80 keys waste more of a short sequence (T 512: 561 against 531; T 4096: 797 against 785); "
+     "direct O is 7 % faster at T 512"},
+    {256, 256, ScoreKind::kFull, kUnlimited, 2, 80, 1, false, true, true, true,
      "the most keys that shared memory holds"},
-    {64, 64, ScoreKind::kMasked, kUnlimited, 3, 96, 2, false, true, true,
+    {64, 64, ScoreKind::kMasked, kUnlimited, 3, 96, 2, false, true, true, false,
      "three warpgroups as for causal masks; 96 keys are what 152 registers hold"},
-    {96, 96, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true,
+    {96, 96, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true, false,
      "the masked step beside it does not fit the registers of three warpgroups"},
-    {128, 128, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true,
+    {128, 128, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true, false,
      "as causal, but a second copy of P does not fit beside the masked step"},
-    {192, 192, ScoreKind::kMasked, kUnlimited, 2, 96, 1, false, true, true, "as causal"},
-    {256, 256, ScoreKind::kMasked, kUnlimited, 2, 64, 1, false, true, true, "as causal"},
-    {64, 64, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true,
+    {192, 192, ScoreKind::kMasked, kUnlimited, 2, 96, 1, false, true, true, true, "as causal"},
+    {256, 256, ScoreKind::kMasked, kUnlimited, 2, 64, 1, false, true, true, true, "as causal"},
+    {64, 64, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, false,
      "the arithmetic on scores wants more registers than three warpgroups have"},
-    {96, 96, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, "as masked"},
-    {128, 128, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, "as masked"},
-    {192, 192, ScoreKind::kShaped, kUnlimited, 2, 96, 1, false, true, true, "as causal"},
-    {256, 256, ScoreKind::kShaped, kUnlimited, 2, 64, 1, false, true, true, "as causal"},
+    {96, 96, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, false, "as masked"},
+    {128, 128, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, false, "as masked"},
+    {192, 192, ScoreKind::kShaped, kUnlimited, 2, 96, 1, false, true, true, true, "as causal"},
+    {256, 256, ScoreKind::kShaped, kUnlimited, 2, 64, 1, false, true, true, true, "as causal"},
 };
 constexpr int kNumPrefillTilesSm90 = sizeof(kPrefillTilesSm90) / sizeof(kPrefillTilesSm90[0]);
 
