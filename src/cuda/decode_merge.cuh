@@ -315,17 +315,18 @@ class BlockMerge {
           weigh_warps(column).stats.packed(), cluster_address(barrier(), owner));
   }
 
-  // Merges and stores this block's items. The block's memory must last until all have arrived: warp
-  // 0 waits even without items of its own.
+  // Merges and stores this block's items. What does not depend on the others' is worked out in front
+  // of the wait. The block's memory must last until all have arrived: the first threads, which have
+  // items in every block, see to that.
   __device__ void receive() const {
-    const int thread = threadIdx.x, count = slots();
-    if (thread >= 32 && thread >= count) return;
-    mbarrier_wait_cluster(barrier(), 0);
-    for (int slot = thread; slot < count; slot += threads()) {
+    const int count = slots();
+    for (int slot = threadIdx.x; slot < count; slot += threads()) {
       const int item = slot * site_.cluster() + site_.split(), row = item / kItems;
+      const OutputRow<typename Shape::Element> output = site_.output(row);
       const auto* stats =
           reinterpret_cast<const float4*>(smem_ + site_.smem().received_stats) + row;
       const auto* items = reinterpret_cast<const float4*>(smem_ + site_.smem().received) + slot;
+      mbarrier_wait_cluster(barrier(), 0);
       RowStats from[kDecodeMaxCluster], all;
 #pragma unroll
       for (int i = 0; i < kDecodeMaxCluster; ++i) {
@@ -340,8 +341,7 @@ class BlockMerge {
         all.add(weight, from[i]);
         values = add_weighted(values, weight, items[i * count]);
       }
-      store_item<typename Shape::Element, Shape::kByteCache>(site_.output(row), item % kItems,
-                                                             values, all);
+      store_item<typename Shape::Element, Shape::kByteCache>(output, item % kItems, values, all);
     }
   }
 
