@@ -167,9 +167,7 @@ class LeanRing {
   __device__ uint32_t keys(int stage) const { return ring_ + stage * 2 * Shape::kTileBytes; }
   __device__ uint32_t values(int stage) const { return keys(stage) + Shape::kTileBytes; }
 
-  // Featured: whether a tile may lie on several pages.
-  __device__ bool straddles() const { return straddles_; }
-
+  __device__ bool contiguous() const { return args_.page_table == nullptr; }
   // The place of a tile's first token or, where tiles straddle pages, of the token that has this
   // lane's number in the tile. Waits for nothing but the table: behind the length its entries are
   // read, as far as the table goes, and not followed.
@@ -266,6 +264,49 @@ class LeanRing {
   bool straddles_;
 };
 
+// The places of the tiles begin, begin + step, ... of a warp, one after another. Those of 32 tiles
+// are looked up together, one a lane, long before they are needed: a look-up between copies queues
+// behind megabytes of them. The featured kernel, where a tile may take all lanes, looks one tile
+// ahead.
+template <class Shape, bool Featured>
+class LeanPlaces {
+  using Ring = LeanRing<Shape, Featured>;
+
+ public:
+  __device__ LeanPlaces(const Ring& ring, int begin, int step) : begin_(begin), step_(step) {
+    if (!Featured && ring.contiguous()) return;
+    now_ = look_up(ring, 0);
+  }
+
+  __device__ TokenPlace next(const Ring& ring, int tile) {
+    if (!Featured && ring.contiguous()) return ring.find(tile);
+    const int lane = passed_++;
+    if constexpr (Featured) return now_;
+    return {__shfl_sync(~0u, now_.page, lane), __shfl_sync(~0u, now_.slot, lane)};
+  }
+
+  // Behind each next(); only the featured kernel needs it before the ring is full.
+  __device__ void look_ahead(const Ring& ring) {
+    if constexpr (Featured) {
+      now_ = look_up(ring, passed_);
+    } else if (!ring.contiguous()) {
+      if (passed_ % 32 == kAhead) later_ = look_up(ring, passed_ - kAhead + 32);
+      if (passed_ % 32 == 0) now_ = later_;
+    }
+  }
+
+ private:
+  // Of the n-th tile; of the lane's own behind it, or of the lane's token of it.
+  __device__ TokenPlace look_up(const Ring& ring, int n) const {
+    return ring.find(begin_ + (n + (Featured ? 0 : threadIdx.x % 32)) * step_);
+  }
+
+  static constexpr int kAhead = kDecodeMaxStages + 1;  // the first that look_ahead() can see
+
+  int begin_, step_, passed_ = 0;
+  TokenPlace now_, later_;
+};
+
 // Hides the tokens of a tile behind the first `tokens`, the holes, and from a row the tokens newer
 // than its own or in front of its window.
 template <class Shape, class Site>
@@ -323,10 +364,7 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     const int token = begin * kTokens, left = args.capacity - token;
     ask_tile(ring, 0, {site.batch, token}, {0, left, 0}, left > 0);
   }
-  // Lane i looks up the place for stage i; where tiles straddle pages, its token of the first.
-  TokenPlace first_places = ring.find(begin + lane * step);
-  if constexpr (Featured)
-    if (ring.straddles()) first_places = ring.find(begin);
+  LeanPlaces<Shape, Featured> places(ring, begin, step);
   const BlockMerge<Shape, Site> merge(site, smem);
   merge.open();
 
@@ -336,7 +374,7 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
   if constexpr (Featured)
     if (first_key > 0) {
       begin += first_key / kTokens;
-      first_places = ring.find(begin + (ring.straddles() ? 0 : lane * step));
+      places = LeanPlaces<Shape, Featured>(ring, begin, step);
     }
   StageWords holes(lane);
   uint32_t absent = 0;  // a bit for each stage
@@ -346,15 +384,14 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
 #pragma unroll 1
   for (int i = args.eager; i < stages; ++i) {
     const int tile = begin + i * step;
-    TokenPlace place = {__shfl_sync(~0u, first_places.page, i),
-                        __shfl_sync(~0u, first_places.slot, i)};
+    const TokenPlace place = places.next(ring, tile);
     const int tokens = ring.tokens(place, length - tile * kTokens);
     if (tokens == 0) absent |= 1u << i;
     LeanTokens read = {first_key - tile * kTokens, tokens, 0};
     if constexpr (Featured) {
-      if (ring.straddles()) place = i == 0 ? first_places : ring.find(tile);
       read.holes = ring.holes(place);
       holes.set(i, read.holes);
+      places.look_ahead(ring);
     }
     ask_tile(ring, i, place, read, tile < end);
   }
@@ -362,15 +399,14 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
 
   WarpState<Shape> state;
   const int ahead = stages * step;
-  TokenPlace next = ring.find(begin + ahead);
   int stage = 0;
 #pragma unroll 1
   for (int tile = begin; tile < end; tile += step) {
     const bool more = tile + ahead < end;
     const int tokens = tokens_of(tile, stage);
+    const TokenPlace next = places.next(ring, tile + ahead);
     const int next_tokens = ring.tokens(next, length - (tile + ahead) * kTokens);
-    // A whole step ahead, and behind the first look at `next`, which would wait for this one too.
-    const TokenPlace after_next = ring.find(tile + ahead + step);
+    places.look_ahead(ring);
     LeanTokens next_read = {first_key - (tile + ahead) * kTokens, next_tokens, 0};
     uint32_t tile_holes = 0;
     if constexpr (Featured) {
@@ -407,7 +443,6 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     cp_async_commit();
 
     absent = next_tokens == 0 ? absent | 1u << stage : absent & ~(1u << stage);
-    next = after_next;
     stage = stage + 1 == stages ? 0 : stage + 1;
   }
   cp_async_wait<0>();
@@ -416,8 +451,9 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
 }
 
 template <class Shape, int Warps, int Cluster, bool Featured>
-__global__ void __launch_bounds__(32 * Warps,
-                                  Shape::kHeadDim* Shape::kColumnBlocks <= 128 ? 16 / Warps : 1)
+__global__ void __launch_bounds__(32 * Warps, Shape::kColumnBlocks == 1 && Shape::kHeadDim <= 128
+                                                  ? 16 / Warps
+                                                  : 1)
     decode_lean_kernel(const __grid_constant__ LeanArgs args) {
   extern __shared__ __align__(1024) unsigned char smem[];
   if constexpr (kHasLeanKernel) decode_lean<Shape, Warps, Cluster, Featured>(args, smem);
