@@ -9,12 +9,9 @@
 
 namespace flashattn {
 
-// Only Hopper has a lean kernel: without clusters a short call needs a second kernel anyway.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 10 == 90
-constexpr bool kHasLeanKernel = true;
-#else
-constexpr bool kHasLeanKernel = false;
-#endif
+// Code for 8.0, also what newer GPUs than Hopper run, has the plain kernels without clusters.
+template <int Cluster, bool Featured>
+constexpr bool kHasLeanKernel = kHasClusters || (Cluster == 1 && !Featured);
 
 // What the lean kernel reads. What every call reads comes first, its end included: each further
 // line of the parameters is a miss. Strides of what it loads are in bytes, of what it stores in
@@ -456,7 +453,8 @@ __global__ void __launch_bounds__(32 * Warps, Shape::kColumnBlocks == 1 && Shape
                                                   : 1)
     decode_lean_kernel(const __grid_constant__ LeanArgs args) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  if constexpr (kHasLeanKernel) decode_lean<Shape, Warps, Cluster, Featured>(args, smem);
+  if constexpr (kHasLeanKernel<Cluster, Featured>)
+    decode_lean<Shape, Warps, Cluster, Featured>(args, smem);
 }
 
 // ---- Host

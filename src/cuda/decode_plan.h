@@ -275,6 +275,12 @@ constexpr void choose_rings(const DecodeParams& params, const Work& work,
   while (!fits() && plan->warps > 1) plan->warps /= 2;
 }
 
+// Whether the lean kernel needs its featured variant, which only Hopper has.
+constexpr bool is_featured(const DecodeParams& params, int row_bytes) {
+  return params.scores.softcap != 0.0 || params.scores.window_left < params.problem.kv_len ||
+         (params.page_table && params.page_size % decode_tile_tokens(row_bytes) != 0);
+}
+
 // Whether the lean kernel computes this call; decode_lean.cuh says what it leaves out.
 constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int head_dim,
                        const DecodeDevice& device) {
@@ -301,13 +307,8 @@ constexpr bool is_lean(const DecodeParams& params, const DecodePlan& plan, int h
        {params.q.head, params.q.seq, params.o.seq, params.lse.seq, params.k.seq, params.k.head,
         params.v.seq, params.v.head, params.o.head, params.lse.head, params.page_table.width})
     small = small && stride >= 0 && stride < (1 << 30);
-  return device.merges_in_clusters() && compiled && whole && one_block && direct && small;
-}
-
-// Whether the lean kernel needs its featured variant.
-constexpr bool is_featured(const DecodeParams& params, int row_bytes) {
-  return params.scores.softcap != 0.0 || params.scores.window_left < params.problem.kv_len ||
-         (params.page_table && params.page_size % decode_tile_tokens(row_bytes) != 0);
+  return compiled && whole && one_block && direct && small &&
+         (device.merges_in_clusters() || !is_featured(params, row_bytes));
 }
 
 }  // namespace decode_plan_internal
