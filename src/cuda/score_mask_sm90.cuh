@@ -102,7 +102,7 @@ class RowMasks {
     for (int j = 0; j < N / 4; ++j) {
       // Rarely true. The branch keeps the compiler from loading everything at once, for which there
       // are no registers.
-      if (j % 4 == 0 && first_key + 8 * j > last_key) break;
+      if (j % 2 == 0 && first_key + 8 * j > last_key) break;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int32_t segment = __ldg(segments + min(key + 8 * j + e, last_key));
