@@ -315,9 +315,9 @@ class BlockMerge {
           weigh_warps(column).stats.packed(), cluster_address(barrier(), owner));
   }
 
-  // Merges and stores this block's items. What does not depend on the others' is worked out in front
-  // of the wait. The block's memory must last until all have arrived: the first threads, which have
-  // items in every block, see to that.
+  // Merges and stores this block's items. What does not depend on the others' is worked out in
+  // front of the wait. The block's memory must last until all have arrived: the first threads,
+  // which have items in every block, see to that.
   __device__ void receive() const {
     const int count = slots();
     for (int slot = threadIdx.x; slot < count; slot += threads()) {
