@@ -68,14 +68,6 @@ __device__ __forceinline__ void tma_load_5d(uint32_t shared, const CUtensorMap* 
       "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(chunk), "r"(head), "r"(batch)
       : "memory");
 }
-__device__ __forceinline__ void tma_store_5d(const CUtensorMap* map, uint32_t shared, int row,
-                                             int chunk, int head, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group "
-      "[%0, {%2,%3,%4,%5,%6}], [%1];" ::"l"(map),
-      "r"(shared), "r"(0), "r"(row), "r"(chunk), "r"(head), "r"(batch)
-      : "memory");
-}
 // The same tile by a 4-D map {head dim, rows, head, batch}, one instruction a 64-column chunk:
 // columns beyond any head dim read as zero and are not stored.
 __device__ __forceinline__ void tma_load_4d(uint32_t shared, const CUtensorMap* map,
@@ -115,14 +107,7 @@ __device__ __forceinline__ void tma_store_packed(const CUtensorMap* map, uint32_
       : "memory");
 }
 // global[0..bytes) += shared[0..bytes), fp32, contiguous; bytes a multiple of 16.
-__device__ __forceinline__ void bulk_reduce_add_f32(float* global, uint32_t shared,
-                                                    uint32_t bytes) {
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
-      "r"(shared), "r"(bytes)
-      : "memory");
-}
-// The same and its commit, predicated.
+// With its commit, where the condition holds.
 __device__ __forceinline__ void bulk_reduce_add_f32_if(bool condition, float* global,
                                                        uint32_t shared, uint32_t bytes) {
   asm volatile(
