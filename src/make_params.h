@@ -328,10 +328,9 @@ inline ffi::ErrorOr<BackwardParams> make_backward_params(const BackwardAttrs& at
   ffi::Error e = first_error(
       {bind_outputs(in, layout, pr, &p.forward.o, &p.forward.lse),
        check_buffer(in, "dout", pr.dtype, layout.shape(batch, pr.q_len, pr.q_heads, pr.value_dim)),
-       in.find("dlse") == nullptr
-           ? ffi::Error::Success()
-           : check_buffer(in, "dlse", row_dtype(pr.dtype),
-                          layout.row_shape(batch, pr.q_len, pr.q_heads)),
+       in.find("dlse") == nullptr ? ffi::Error::Success()
+                                  : check_buffer(in, "dlse", row_dtype(pr.dtype),
+                                                 layout.row_shape(batch, pr.q_len, pr.q_heads)),
        check_buffer(out, "dquery", pr.dtype,
                     layout.shape(batch, pr.q_len, pr.q_heads, pr.head_dim)),
        check_buffer(out, "dkey", pr.dtype,

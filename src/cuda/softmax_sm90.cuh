@@ -242,9 +242,9 @@ __device__ __forceinline__ void raise_reference(float (&p)[N], OnlineRows& rows,
 // scores back and the warp takes the row maximum from here on: data that jumps like this once will
 // again, and recomputing is dear. Each outcome is the softmax with some finite reference. The
 // choice depends on the tile's own data alone, so results repeat bit by bit. A NaN needs no
-// detection: it is in the sum. by_maximum: take it anyway. MayWait: rows may have met no key before. `scores` makes scores, or
-// their exponentials, of the products in s, for the first time or again; c is what the scores are
-// multiplied by then.
+// detection: it is in the sum. by_maximum: take it anyway. MayWait: rows may have met no key
+// before. `scores` makes scores, or their exponentials, of the products in s, for the first time or
+// again; c is what the scores are multiplied by then.
 template <class T, bool Convert, bool MayWait, int N, class Scores, class RecomputeS>
 __device__ __forceinline__ void softmax_max_free(float (&s)[N], OnlineRows& rows, float c,
                                                  uint32_t (&p_regs)[N / 2], bool by_maximum,
