@@ -228,7 +228,7 @@ def decode_step_cases() -> list[Case]:
 
 
 def feature_cases() -> list[Case]:
-    """Each feature beside the plain call of the same shape, then what else decode promises."""
+    """Each feature beside the plain call of the same shape, then the gradients of some."""
     plain = (2, 8192, 16, 16, 128)
     prefill = [
         _prefill(*plain),
@@ -251,8 +251,6 @@ def feature_cases() -> list[Case]:
     # gpt-oss: a token sees itself and the 127 before it.
     gpt_oss = (1, 8192, 64, 8, 64)
     prefill += [_prefill(*gpt_oss), _prefill(*gpt_oss, features=(("window", 127), ("sinks", True)))]
-    # GPT-2's shape beside the attention that writes its scores to memory.
-    prefill += [_prefill(1, length, 12, 12, 64, "float16") for length in (1024, 2048, 4096, 8192)]
     # Their plain rows are in the table of gradients.
     gradients = [
         _gradients(*plain, features=(("sinks", True),)),
@@ -262,10 +260,14 @@ def feature_cases() -> list[Case]:
         _gradients(1, 16384, 16, 16, 128, features=(("window", 1024),)),
         _gradients(*gpt_oss, features=(("window", 127), ("sinks", True))),
     ]
-    llama = (32, 8192, 32, 8, 128)
-    small = (1, 8192, 32, 8, 128)
+    return prefill + gradients
+
+
+def decode_feature_cases() -> list[Case]:
+    """What decode promises beside the plain call, then DeepSeek's latent attention."""
     decode = []
-    for shape in (small, llama):
+    for batch in (1, 32):
+        shape = (batch, 8192, 32, 8, 128)
         decode += [
             _decode(*shape),
             _decode(*shape, features=(("page", 16),)),
@@ -276,10 +278,15 @@ def feature_cases() -> list[Case]:
         ]
     # Multi-head latent attention as DeepSeek decodes it: one key, whose first part is the value. 66
     # sequences are one for every two multiprocessors of an H200.
-    decode += [
+    return decode + [
         _decode(batch, 8192, 128, 1, 576, features=(("value_dim", 512),)) for batch in (1, 32, 66)
     ]
-    return prefill + gradients + decode
+
+
+def naive_cases() -> list[Case]:
+    """GPT-2's shape beside the attention that writes its scores to memory."""
+    lengths = (1024, 2048, 4096, 8192)
+    return [_prefill(1, length, 12, 12, 64, "float16") for length in lengths]
 
 
 def counter_cases() -> list[Case]:
@@ -353,6 +360,14 @@ def smoke_cases(benchmark: str) -> list[Case]:
     decode = [_decode(2, 256, 8, 2, 64), _decode(1, 128, 4, 4, 64, features=(("page", 16),))]
     if benchmark == "decode":
         return decode
+    if benchmark == "decode_features":
+        caches = (("window", 64), ("cache", "float8_e4m3fn"), ("cache", "int8"))
+        return [
+            *decode,
+            *(_decode(2, 256, 8, 2, 64, features=(cache,)) for cache in caches),
+            _decode(2, 256, 8, 2, 64, tokens=4),
+            _decode(2, 256, 8, 1, 96, features=(("value_dim", 64),)),
+        ]
     if benchmark == "decode_steps":
         return [_decode(2, 256, 8, 2, 64, features=(("layers", 3),))]
     if benchmark == "decode_variants":
@@ -365,17 +380,15 @@ def smoke_cases(benchmark: str) -> list[Case]:
         _prefill(1, 128, 4, 2, 64),
         _prefill(2, 96, 2, 2, 64, "float32", causal=False),
     ]
+    if benchmark == "naive":
+        return [_prefill(1, 128, 2, 2, 64, "float16")]
     if benchmark == "features":
         names = ("softcap", "sinks", "alibi", "bias", "mask", "lengths", "segments", "window")
         values = (20.0, True, True, True, True, "random", 4, 16)
         features = [*zip(names, values, strict=True), ("mask", "rows"), ("value_dim", 32)]
         cases = [_prefill(1, 128, 4, 2, 64, features=(feature,)) for feature in features]
-        caches = (("window", 64), ("cache", "float8_e4m3fn"), ("cache", "int8"))
-        cases += [*decode, *(_decode(2, 256, 8, 2, 64, features=(cache,)) for cache in caches)]
         gradients = ((("window", 16),), (("sinks", True),), (("segments", 4),))
         cases += [_gradients(1, 128, 4, 2, 64, features=feature) for feature in gradients]
-        cases.append(_decode(2, 256, 8, 2, 64, tokens=4))
-        cases.append(_decode(2, 256, 8, 1, 96, features=(("value_dim", 64),)))
     if benchmark == "distributions":
         plain = _prefill(1, 384, 4, 2, 64)  # three blocks of keys
         return [dataclasses.replace(plain, data=data) for data in DISTRIBUTIONS]
@@ -392,6 +405,8 @@ CASES = {
     "decode_variants": decode_variant_cases,
     "decode_steps": decode_step_cases,
     "features": feature_cases,
+    "decode_features": decode_feature_cases,
+    "naive": naive_cases,
     "numerics": numerics_cases,
     "cpu": cpu_cases,
     "cpu_numerics": cpu_numerics_cases,

@@ -2,8 +2,8 @@
 
     python benchmarks/run.py BENCHMARK [options]
 
-BENCHMARK: prefill, distributions, backward, decode, decode_variants, decode_steps, features, numerics, cpu
-or cpu_numerics.
+BENCHMARK: prefill, distributions, backward, decode, decode_variants, decode_features, decode_steps,
+features, naive, numerics, cpu or cpu_numerics.
 Every result is checked against float64 before it is timed. A complete run goes to
 benchmarks/results/<device>/<benchmark>.json, from which report.py makes tables and plots; a part of
 one (--case, --peers, --smoke) to build/benchmarks/<device>/. Ctrl-C keeps what is done.
