@@ -275,8 +275,43 @@ def test_blocks_without_a_visible_key_are_not_read(platform):
 
 
 @on_gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_sparse_mask_of_one_row(platform, head_dim, causal, softcap):
+    """Blocks without a visible key, with one, with some, with all, far apart among more than 64."""
+    case = LONG.replace(
+        batch=2, q_len=130, kv_len=9000, q_heads=1, head_dim=head_dim, causal=causal
+    )
+    case = case.replace(mask="B__S", kv_lengths=(9000, 7777), softcap=softcap)
+    arrays = make_inputs(case, poison=False)
+    mask = arrays["mask"]
+    mask[...] = False
+    mask[..., ::1003] = True
+    mask[..., 4000:4600] = True
+    mask[0, ..., 8990:] = True
+    mask[1, ..., 6000:6500:3] = True
+    hidden = ~mask.any((0, 1, 2)).reshape(-1, 8).any(1).repeat(8)
+    arrays["key"][:, hidden] = arrays["value"][:, hidden] = np.nan
+    out, lse = prefill(case, arrays)
+    true_out, true_lse = truth.attention(**arrays, **case.options())
+    check(out, true_out, xla_prefill(case, arrays))
+    check_lse(lse, true_lse)
+
+
+@on_gpu
 @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
-@pytest.mark.parametrize("features", [dict(window=(300, 0)), dict(softcap=50.0), dict(segments=2)])
+@pytest.mark.parametrize(
+    "features",
+    [
+        dict(window=(300, 0)),
+        dict(softcap=50.0),
+        dict(segments=2),
+        dict(mask="B__S"),
+        dict(mask="B__S", causal=False, dtype="float16", head_dim=64),
+    ],
+    ids="-".join,
+)
 def test_any_size_of_scores(platform, spread, features):
     """Scores that outgrow the first block's, also where a row meets its first key late."""
     case = LONG.replace(**features)
