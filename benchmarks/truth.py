@@ -212,11 +212,12 @@ def _exact_gradients(query, key, value, cotangent, visible, sinks):
     length, group, head_dim = query.shape
     scale = head_dim**-0.5
     d_query, d_key, d_value = (np.zeros_like(x) for x in (query, key, value))
-    for head in range(group):
-        for start in range(0, length, ROW_BLOCK):
-            rows = slice(start, min(start + ROW_BLOCK, length))
+    for start in range(0, length, ROW_BLOCK):
+        rows = slice(start, min(start + ROW_BLOCK, length))
+        hidden = ~visible(np.arange(length)[rows])
+        for head in range(group):
             scores = query[rows, head] @ key[:, 0].T * scale
-            scores[~visible(np.arange(length)[rows])] = -np.inf
+            scores[hidden] = -np.inf
             top = np.maximum(scores.max(1, keepdims=True), sinks[head])
             weights = np.exp(scores - top)
             weights /= weights.sum(1, keepdims=True) + np.exp(sinks[head] - top)

@@ -284,20 +284,25 @@ inline ffi::ErrorOr<PrefillParams> make_scoring_params(const char* op, const Pre
   return p;
 }
 
-// out and lse, wherever they are: full batch, and what prefill would write. Without an lse its data
-// stays null.
+// A number for each query row, full batch. Without the buffer the data stays null.
+[[nodiscard]] inline ffi::Error bind_rows(const NamedBuffers& buffers, const char* name,
+                                          const Layout& layout, const Problem& pr, Rows* rows) {
+  const ffi::AnyBuffer* buffer = buffers.find(name);
+  if (buffer == nullptr) return ffi::Error::Success();
+  ffi::Error e = check_buffer(buffers, name, row_dtype(pr.dtype),
+                              layout.row_shape(pr.batch, pr.q_len, pr.q_heads));
+  if (!e.failure()) *rows = layout.rows(*buffer);
+  return e;
+}
+
+// out and lse, wherever they are: full batch, and what prefill would write.
 [[nodiscard]] inline ffi::Error bind_outputs(const NamedBuffers& buffers, const Layout& layout,
                                              const Problem& pr, Strided* o, Rows* lse) {
   ffi::Error e = check_buffer(buffers, "out", pr.dtype,
                               layout.shape(pr.batch, pr.q_len, pr.q_heads, pr.value_dim));
   if (e.failure()) return e;
   *o = layout.strided(buffers["out"]);
-  if (buffers.find("lse") == nullptr) return e;
-  e = check_buffer(buffers, "lse", row_dtype(pr.dtype),
-                   layout.row_shape(pr.batch, pr.q_len, pr.q_heads));
-  if (e.failure()) return e;
-  *lse = layout.rows(buffers["lse"]);
-  return e;
+  return bind_rows(buffers, "lse", layout, pr, lse);
 }
 
 inline ffi::ErrorOr<PrefillParams> make_prefill_params(const PrefillAttrs& attrs,
@@ -328,9 +333,7 @@ inline ffi::ErrorOr<BackwardParams> make_backward_params(const BackwardAttrs& at
   ffi::Error e = first_error(
       {bind_outputs(in, layout, pr, &p.forward.o, &p.forward.lse),
        check_buffer(in, "dout", pr.dtype, layout.shape(batch, pr.q_len, pr.q_heads, pr.value_dim)),
-       in.find("dlse") == nullptr ? ffi::Error::Success()
-                                  : check_buffer(in, "dlse", row_dtype(pr.dtype),
-                                                 layout.row_shape(batch, pr.q_len, pr.q_heads)),
+       bind_rows(in, "dlse", layout, pr, &p.dlse),
        check_buffer(out, "dquery", pr.dtype,
                     layout.shape(batch, pr.q_len, pr.q_heads, pr.head_dim)),
        check_buffer(out, "dkey", pr.dtype,
@@ -339,7 +342,6 @@ inline ffi::ErrorOr<BackwardParams> make_backward_params(const BackwardAttrs& at
                     layout.shape(batch, pr.kv_len, pr.kv_heads, pr.value_dim))});
   if (e.failure()) return ffi::Unexpected(e);
   p.dout = layout.strided(in["dout"]);
-  if (const ffi::AnyBuffer* dlse = in.find("dlse")) p.dlse = layout.rows(*dlse);
   p.dq = layout.strided(out["dquery"]);
   p.dk = layout.strided(out["dkey"]);
   p.dv = layout.strided(out["dvalue"]);

@@ -200,9 +200,9 @@ void delta(const BackwardCall& call, int64_t task) {
     }
     V::store(buffer + x, sum);
   }
+  const Rows& dlse = call.params.dlse;
   for (int lane = 0; lane < block.rows; ++lane) {
     const int position = block.position[lane], head = block.head[lane];
-    const Rows& dlse = call.params.dlse;
     delta_of_row<V>(call, b, position, head) =
         buffer[lane] - (dlse.data ? read_row_number<V>(dlse, b, position, head) : 0);
   }
