@@ -144,6 +144,8 @@ struct BackwardParams {
   bool deterministic = false;
   float* workspace = nullptr;  // CUDA: uninitialised; backward_workspace() says how much
   int64_t workspace_size = 0;  // in floats
+  // CUDA: a number on the device; while it is 0 the kernels return at once. Null: they do not.
+  const float* only_if = nullptr;
 };
 
 // One or a few new tokens a sequence over a KV cache. The T queries are the last T positions of the

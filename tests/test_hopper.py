@@ -4,6 +4,7 @@ and the features of the Hopper forward and backward at the edges of their tiles.
 They run on a Hopper GPU only.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import truth
-from calls import check_decode, check_gradients, check_prefill, prefill, xla_prefill
-from cases import Case, DecodeCase, make_inputs
-from check import check, check_lse, check_same
+import xla
+from calls import check_decode, check_gradients, check_prefill, gradients, prefill, xla_prefill
+from cases import Case, DecodeCase, make_cotangents, make_inputs
+from check import check, check_gradient, check_lse, check_same, check_zero
 
 import jax_flashattn
 from jax_flashattn import _ffi
@@ -35,6 +37,19 @@ def hopper():
     devices = [d for d in jax.devices() if d.platform == "gpu"]
     if not devices or not str(devices[0].compute_capability).startswith("9."):
         pytest.skip("no Hopper GPU")
+
+
+@pytest.fixture
+def generic(request):
+    """A context in which calls get the kernels for every GPU."""
+
+    @contextlib.contextmanager
+    def limited():
+        _ffi.cuda().limit_architecture(80)
+        yield
+        _ffi.cuda().limit_architecture(request.config.getoption("--architecture"))
+
+    return limited
 
 
 def address(x):
@@ -363,13 +378,13 @@ def test_many_tiles_of_few_blocks(platform, head_dim, value_dim, causal, ragged)
 # ---- features of the backward
 
 
-def check_gradients_sm90(platform, case, **extra):
+def check_gradients_sm90(platform, case, poison=True, **extra):
     """The gradients are the Hopper kernels', and right."""
     arrays = make_inputs(case) | case.options() | extra
     operands = [arrays.pop(name) for name in ("query", "key", "value")]
     explanation = jax_flashattn.explain("prefill", *operands, gradient=True, **arrays)
     assert explanation.kernel == "sm90", explanation
-    check_gradients(platform, case, **extra)
+    check_gradients(platform, case, poison=poison, **extra)
 
 
 BOTH_WAYS = [(64, False), (128, False), (128, True), (256, False)]
@@ -425,6 +440,84 @@ def test_window_of_many_heads(platform, head_dim, window):
     case = case.replace(causal=window[1] == 0, window=window, sinks=True)
     check_gradients_sm90(platform, case)
     check_gradients_sm90(platform, case.replace(kv_lengths=(130, 0, 1, 129) * 4))
+
+
+# What hides pairs anywhere. With NaN where nobody looks the generic kernels do the work, without it
+# these do.
+HIDING = [
+    dict(segments=3),
+    dict(segments=5, causal=False, q_len=390, kv_len=500),
+    dict(segments=40, sinks=True, layout="BNTH", q_heads=6, kv_heads=2),
+    dict(segments=4, sinks=True, window=(200, 0), kv_lengths=(400,), q_lengths=(333,)),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "head_dim,deterministic", [*BOTH_WAYS, (64, True), (96, False), (192, False)]
+)
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("features", HIDING, ids="-".join)
+def test_hidden_pairs_of_gradients(platform, head_dim, deterministic, poison, features):
+    case = LONG.replace(head_dim=head_dim, **features)
+    check_gradients_sm90(platform, case, poison=poison, deterministic=deterministic)
+
+
+@on_gpu
+@pytest.mark.parametrize("padding", [0, 150])
+@pytest.mark.parametrize("order", [1, -1])
+def test_segments_of_many_steps_of_gradients(platform, padding, order):
+    """Documents in rising and falling order, most steps of a block without one of its own."""
+    case = LONG.replace(batch=2, q_len=1500, q_heads=1, head_dim=64)
+    arrays = make_inputs(case)
+    ids = np.sort(np.random.default_rng(3).integers(1, 30, (2, 1500)), axis=1)[:, ::order]
+    ids[:, 1500 - padding :] = 0
+    ids = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids.astype(np.int32))
+    dout, dlse = make_cotangents(case)
+    attend = functools.partial(jax_flashattn.prefill, return_lse=True)
+    ours = gradients(attend, arrays | ids, dout, dlse)
+    expected = truth.gradients(dout, dlse, **arrays, **ids)
+    measure = xla.gradients(dout, dlse, **arrays, **ids)
+    _, lse = truth.attention(**arrays, **ids)
+    for name in ours:
+        check_gradient(ours[name], expected[name], measure[name], name, case.dtype, lse)
+
+
+@on_gpu
+@pytest.mark.parametrize("head_dim,deterministic", [*BOTH_WAYS, (64, True), (192, False)])
+def test_what_is_not_finite_leaves_gradients_to_generic_kernels(
+    platform, generic, head_dim, deterministic
+):
+    """One such value, which nobody sees, and the bits are the generic ones; else not."""
+    case = LONG.replace(head_dim=head_dim)
+    arrays = make_inputs(case)
+    dout, dlse = make_cotangents(case)
+    ids = (np.arange(450) >= 200).astype(np.int32)[None]
+    alone = (np.arange(450) == 201).astype(np.int32)
+    options = dict(query_segment_ids=ids + 2 * alone, key_value_segment_ids=ids + 3 * alone)
+    options |= dict(return_lse=True, deterministic=deterministic)
+    operands = dict(arrays, dout=dout)
+
+    @jax.jit
+    def pull(query, key, value, dout):
+        attend = functools.partial(jax_flashattn.prefill, **options)
+        return jax.vjp(attend, query, key, value)[1]((dout, dlse))
+
+    def is_generic(**changed):
+        ours = jax.block_until_ready(pull(**operands | changed))
+        with generic():
+            others = jax.block_until_ready(pull(**operands | changed))
+        for x in ours:
+            check_zero(x, np.s_[:, 201])
+            assert np.isfinite(x).all()
+        return all(np.array_equal(*pair) for pair in zip(ours, others, strict=True))
+
+    assert not is_generic()
+    for name, x in operands.items():
+        for value in (np.nan, np.inf):
+            changed = x.copy()
+            changed[:, 201, -1, 3] = value
+            assert is_generic(**{name: changed}), (name, value)
 
 
 # ---- The same bits in 50 runs, at lengths where blocks of one call finish in any order.
@@ -493,10 +586,9 @@ def test_decode_repeats_in_fifty_runs(platform, batch, length, kv_heads):
 
 
 @pytest.fixture
-def generic_kernels(request):
-    _ffi.cuda().limit_architecture(80)
-    yield
-    _ffi.cuda().limit_architecture(request.config.getoption("--architecture"))
+def generic_kernels(generic):
+    with generic():
+        yield
 
 
 GENERIC_CASES = [

@@ -53,21 +53,23 @@ struct BackwardLayout {
 constexpr int kDsBarrier = 1, kWarpgroupBarrier = 2, kConvertBarrier = 4;
 
 // ---- one consumer warpgroup: 64 of the block's keys
-template <class T, int HeadDim, bool WithDq>
+template <class T, int HeadDim, bool WithDq, bool Featured>
 class BackwardConsumer {
  public:
   using L = BackwardLayout<HeadDim, WithDq>;
   static constexpr int kRows = L::kRows;
+  using Steps = BackwardSteps<kRows, Featured>;
 
   __device__ __forceinline__ BackwardConsumer(const BackwardMaps& maps,
                                               const BackwardParams& params,
                                               const BackwardGrid& grid, const BackwardTask& task,
-                                              const BackwardBarriers& barriers, uint32_t smem,
-                                              int warpgroup)
+                                              const Steps& steps, const BackwardBarriers& barriers,
+                                              uint32_t smem, int warpgroup)
       : maps_(maps),
         params_(params),
         grid_(grid),
         task_(task),
+        steps_(steps),
         barriers_(barriers),
         smem_(smem),
         warpgroup_(warpgroup),
@@ -89,6 +91,18 @@ class BackwardConsumer {
     begin_head(0);
     mbarrier_wait(barriers_.k_full, 0);
     first_step();
+    if constexpr (Featured)
+      walk_found();
+    else
+      walk();
+    if constexpr (kDqNextStep) last_dq();
+    grid_dependency_trigger();  // not before: what starts sooner has nothing to do but to wait
+    store_gradients();
+  }
+
+ private:
+  // All steps but the first.
+  __device__ __forceinline__ void walk() {
     // Every loop edge below is a full wait: accumulators in flight from one loop, or from the
     // peeled first step, into another would make ptxas serialise all products (C7512).
     int masked = task_.plain_begin - task_.first_step - 1;
@@ -119,12 +133,24 @@ class BackwardConsumer {
       masked = task_.plain_begin - task_.first_step;
       left = task_.plain_end - task_.first_step;
     }
-    if constexpr (kDqNextStep) last_dq();
-    grid_dependency_trigger();  // not before: what starts sooner has nothing to do but to wait
-    store_gradients();
   }
 
- private:
+  // With features any step may need a mask: there is one loop.
+  __device__ __forceinline__ void walk_found() {
+    int left = steps_.count() - 1;
+#pragma unroll 1
+    for (int g = 0;;) {
+#pragma unroll 1
+      for (; left > 0; --left) {
+        step<true>();
+        wgmma_wait<0>();
+      }
+      if (++g == grid_.group) break;
+      begin_head(g);
+      left = steps_.count();
+    }
+  }
+
   // The first of this thread's two keys; the other is 8 further.
   __device__ __forceinline__ int first_key() const {
     return task_.first_key + 64 * warpgroup_ + 16 * (thread_ >> 5) + (thread_ & 31) / 4;
@@ -189,14 +215,25 @@ class BackwardConsumer {
 
   template <bool Masked>
   __device__ __forceinline__ void exponentials() {
+    const uint32_t lse2 = stats_ + L::kLse + ring_.stage * L::kStatBytes;
+    if constexpr (Featured) {
+      step_ = steps_.note_of(ring_.stage).step();
+      hides_ = featured_probabilities<kRows>(s_, lse2, grid_.scale_log2, task_, steps_, ring_.stage,
+                                             first_key());
+      return;
+    }
     const int first_row = step_ * kRows + 2 * (thread_ & 3);
     const int first = Masked ? task_.first_row(first_key()) - first_row : 0;
     const int first_8 = Masked ? task_.first_row(first_key() + 8) - first_row : 0;
-    probabilities<kRows, Masked>(s_, stats_ + L::kLse + ring_.stage * L::kStatBytes,
-                                 grid_.scale_log2, first, first_8);
+    probabilities<kRows, Masked>(s_, lse2, grid_.scale_log2, first, first_8);
     if (Masked && step_ >= task_.far_step)
       hide_from<kRows>(s_, task_.end_row(first_key()) - first_row,
                        task_.end_row(first_key() + 8) - first_row);
+  }
+
+  __device__ __forceinline__ void check_dp() const {
+    if constexpr (Featured)
+      if (hides_) steps_.check(dp_);
   }
 
   // This warpgroup's half of dS, transposed to rows of queries. kDsBarrier, before issue_dq(),
@@ -301,6 +338,7 @@ class BackwardConsumer {
       // Passes at once; its branch keeps the exponentials ahead of the wait for dP.
       mbarrier_wait(dout_full, ring_.phase);
       wgmma_wait<0>();
+      check_dp();
       score_gradients<T, kRows, Masked>(ds_, s_, dp_, delta());
       pack_pairs<T>(p_, s_);
       wgmma_fence();
@@ -313,6 +351,7 @@ class BackwardConsumer {
       issue_dv(accumulate);
       wgmma_commit();
       wgmma_wait<1>();
+      check_dp();
       score_gradients<T, kRows, Masked>(ds_, s_, dp_, delta());
       if constexpr (!kDqBeforeDk) {
         wgmma_fence();
@@ -397,6 +436,7 @@ class BackwardConsumer {
   const BackwardParams& params_;
   const BackwardGrid& grid_;
   const BackwardTask& task_;
+  const Steps& steps_;
   const BackwardBarriers& barriers_;
   const uint32_t smem_;
   const int warpgroup_, thread_;
@@ -406,6 +446,7 @@ class BackwardConsumer {
   uint32_t p_[kRows / 4], ds_[kRows / 4];
   uint32_t stats_, ds_store_, dq_store_;
   int step_ = 0;
+  bool hides_ = false;             // Featured only: this step has hidden pairs
   RingPosition<L::kStages> ring_;  // of Q, lse2, dO, delta and dS
   float *dq_head_ = nullptr, *dq_target_ = nullptr;
 };
@@ -446,7 +487,7 @@ __device__ __forceinline__ void convert_behind(const BackwardParams& params,
   convert_row_groups<T, HeadDim>(params, task, grid.scale, warp, lane);
 }
 
-template <class T, int HeadDim, bool WithDq>
+template <class T, int HeadDim, bool WithDq, bool Featured>
 __global__ void __launch_bounds__(384, 1)
     backward_keys_sm90_kernel(const __grid_constant__ BackwardMaps maps,
                               const __grid_constant__ BackwardParams params,
@@ -457,9 +498,11 @@ __global__ void __launch_bounds__(384, 1)
   const BackwardBarriers barriers(smem + L::kBarriers);
   __shared__ BackwardTask task;
   __shared__ ConvertTask<T> convert;
+  __shared__ BackwardSteps<L::kRows, Featured> steps;
   if (threadIdx.x == 0) barriers.init();
   if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
+  if constexpr (Featured) count_steps<L>(steps, task, params, grid.workspace);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
@@ -481,10 +524,11 @@ __global__ void __launch_bounds__(384, 1)
     if (task.steps() == 0)
       grid_dependency_wait();  // the pass after this kernel relies on every block having waited
     else
-      produce<L, HeadDim>(maps, params, grid, task, barriers, smem, threadIdx.x);
+      produce<L, HeadDim>(maps, params, grid, task, steps, barriers, smem, threadIdx.x);
   } else {
     registers_claim<240>();
-    BackwardConsumer<T, HeadDim, WithDq>(maps, params, grid, task, barriers, smem, warpgroup - 1)
+    BackwardConsumer<T, HeadDim, WithDq, Featured>(maps, params, grid, task, steps, barriers, smem,
+                                                   warpgroup - 1)
         .run();
   }
 }

@@ -113,15 +113,58 @@ constexpr BackwardLead backward_lead_sm90(const Problem& problem, bool triangula
 // Query rows of a head in the workspace: whole steps of every tile.
 constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127) / 128 * 128; }
 
+// Whether the featured kernels run, which look at more than the band of the window.
+constexpr bool backward_is_featured(const PrefillParams& forward) {
+  return forward.features.query_segments.data != nullptr;
+}
+
+// Whether anything but the band hides pairs. What nobody sees may then lie anywhere, NaN and all. A
+// kernel that meets a product that is not finite where pairs are hidden says so in the workspace,
+// and the generic kernels, launched behind these, do the call again.
+constexpr bool backward_may_be_done_again(const PrefillParams& forward) {
+  return forward.features.query_segments.data != nullptr;
+}
+
+// Query rows and keys that a kernel owns and walks over at a time. With segments, the least and the
+// greatest of each so many entries are found first.
+struct BackwardUnits {
+  int queries, keys;
+
+  constexpr int64_t query_units(const Problem& problem) const {
+    return (int64_t{problem.q_len} + queries - 1) / queries;
+  }
+  constexpr int64_t key_units(const Problem& problem) const {
+    return (int64_t{problem.kv_len} + keys - 1) / keys;
+  }
+};
+
+// Of the kernel that owns keys, and of the one that owns query rows, where there is one.
+constexpr BackwardUnits backward_keys_units(int compiled_head_dim, bool accumulates) {
+  return accumulates                ? BackwardUnits{backward_tile_sm90(compiled_head_dim).rows, 128}
+         : compiled_head_dim <= 128 ? BackwardUnits{kBackwardDkvTile.rows, 128}
+                                    : BackwardUnits{64, 64};
+}
+constexpr BackwardUnits backward_dq_units(int compiled_head_dim) {
+  return {128, backward_dq_tile_sm90(compiled_head_dim).keys};
+}
+
+// At least as many ranges as a sequence has units of either kernel.
+constexpr int64_t backward_segment_ranges(const Problem& problem) {
+  constexpr BackwardUnits kLeast{64, 64};
+  return problem.batch * (kLeast.query_units(problem) + kLeast.key_units(problem));
+}
+
 // Floats of workspace: lse in log2 units and delta for every row, the accumulator of dQ and its two
-// counters a key/value head.
+// counters a key/value head, the range of segments of each unit of either kernel, and whether the
+// call is to be done again.
 constexpr int64_t backward_workspace(const Problem& problem, bool deterministic) {
   const int64_t rows =
       int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
+  const int64_t segments = 2 * 2 * backward_segment_ranges(problem);
   const bool accumulates = backward_accumulates_dq(problem.widest_dim(), deterministic);
-  if (!accumulates) return rows * 2;
+  if (!accumulates) return rows * 2 + segments + 1;
   return rows * (2 + backward_head_dim_sm90(problem.widest_dim())) +
-         2 * int64_t{problem.batch} * problem.kv_heads;
+         2 * int64_t{problem.batch} * problem.kv_heads + segments + 1;
 }
 
 struct BackwardWorkspace {
@@ -129,6 +172,9 @@ struct BackwardWorkspace {
   float* dq;              // (B, N, padded rows, compiled head dim) in the order of DqFragment
   float *zeroed, *added;  // (B, K): blocks that have zeroed their share, warpgroups done adding
   int64_t padded_rows;
+  // SegmentRanges of the units of the two kernels: (B, query units), then (B, key units).
+  float *keys_segments, *dq_segments;
+  float* again;  // not 0: the call is to be done again
 
   constexpr explicit BackwardWorkspace(const BackwardParams& params)
       : lse2(params.workspace),
@@ -136,7 +182,10 @@ struct BackwardWorkspace {
         dq(nullptr),
         zeroed(nullptr),
         added(nullptr),
-        padded_rows(0) {
+        padded_rows(0),
+        keys_segments(nullptr),
+        dq_segments(nullptr),
+        again(nullptr) {
     const Problem& problem = params.forward.problem;
     padded_rows = backward_padded_rows(problem.q_len);
     const int64_t rows = int64_t{problem.batch} * problem.q_heads * padded_rows;
@@ -144,6 +193,11 @@ struct BackwardWorkspace {
     dq = delta + rows;
     zeroed = dq + rows * backward_head_dim_sm90(problem.widest_dim());
     added = zeroed + int64_t{problem.batch} * problem.kv_heads;
+    keys_segments = backward_accumulates_dq(problem.widest_dim(), params.deterministic)
+                        ? added + int64_t{problem.batch} * problem.kv_heads
+                        : dq;
+    dq_segments = keys_segments + 2 * backward_segment_ranges(problem);
+    again = dq_segments + 2 * backward_segment_ranges(problem);
   }
 };
 
@@ -168,8 +222,9 @@ inline bool backward_sm90_supports(const BackwardParams& params, const char** re
       backward_head_dim_sm90(problem.widest_dim()) == 0)
     return refuse("the Hopper backward takes head dims that are multiples of 8 up to 256");
   if (scores.softcap != 0.0) return refuse("the Hopper backward has no soft cap");
-  if (forward.features.any_mask_or_bias())
-    return refuse("the Hopper backward has no ALiBi, bias, mask or segments");
+  const Features& features = forward.features;
+  if (features.alibi_slopes.data || features.bias.data || features.mask.data)
+    return refuse("the Hopper backward has no ALiBi, bias or mask");
   for (const Strided* x : {&forward.q, &forward.k, &forward.v, &forward.o, &params.dout, &params.dq,
                            &params.dk, &params.dv})
     if (!readable(*x)) return refuse("the Hopper backward takes operands aligned to 16 bytes");

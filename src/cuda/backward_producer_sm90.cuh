@@ -4,6 +4,7 @@
 #define FLASHATTN_CUDA_BACKWARD_PRODUCER_SM90_CUH_
 
 #include "backward_accumulator_sm90.cuh"
+#include "backward_features_sm90.cuh"
 #include "backward_passes.cuh"
 #include "backward_plan.h"
 #include "backward_sm90_parts.cuh"
@@ -69,6 +70,10 @@ struct BackwardTask {
   int first_step, plain_begin, plain_end, far_step, end_step;
 
   __device__ __forceinline__ int steps() const { return end_step - first_step; }
+  // Whether the band hides some of a step.
+  __device__ __forceinline__ bool is_cut(int step) const {
+    return step < plain_begin || step >= plain_end;
+  }
 
   // First query row that sees this key, and the first after it that no longer does.
   __device__ __forceinline__ int first_row(int key) const {
@@ -119,14 +124,15 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
 }
 
 // ---- the producer warp
-template <class L, int HeadDim>
+template <class L, int HeadDim, class Steps>
 __device__ __forceinline__ void produce(const BackwardMaps& maps, const BackwardParams& params,
                                         const BackwardGrid& grid, const BackwardTask& task,
-                                        const BackwardBarriers& barriers, uint32_t smem, int lane) {
+                                        Steps& steps, const BackwardBarriers& barriers,
+                                        uint32_t smem, int lane) {
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
   BackwardLoader<HeadDim> loader{barriers.repair, lane};
-  RingPosition<2> q_ring, dout_ring;
+  RingPosition<2> ring;  // of Q and of dO
 
   loader.template load<L::kKeys>(smem + L::kK, &maps.k, barriers.k_full, task.first_key,
                                  task.kv_head, task.k_batch, task.keys, problem.kv_len, 0);
@@ -143,40 +149,83 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
       return (int64_t{task.b} * problem.q_heads + head) * grid.workspace.padded_rows + row;
     };
 #pragma unroll 1
-    for (int step = task.first_step; step < task.end_step; ++step) {
+    for (int step = task.first_step; step < task.end_step;
+         step = steps.from(step + 1, task.end_step)) {
       const int row = step * L::kRows;
-      const uint32_t q_full = barriers.q_full + 8 * q_ring.stage;
-      mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
-      loader.template load<L::kRows>(smem + L::kQ + q_ring.stage * L::kQueryBytes, &maps.q, q_full,
+      const uint32_t q_full = barriers.q_full + 8 * ring.stage;
+      mbarrier_wait(barriers.q_empty + 8 * ring.stage, ring.phase ^ 1);
+      steps.note(ring.stage, step);
+      loader.template load<L::kRows>(smem + L::kQ + ring.stage * L::kQueryBytes, &maps.q, q_full,
                                      row, head, task.q_batch, task.valid, problem.q_len,
                                      L::kStatBytes);
       if (lane == 0)
-        bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes,
-                  grid.workspace.lse2 + stats_row(row), L::kStatBytes, q_full);
-      q_ring.advance();
+        bulk_load(smem + L::kLse + ring.stage * L::kStatBytes, grid.workspace.lse2 + stats_row(row),
+                  L::kStatBytes, q_full);
 
       if (g == 0 && step == task.first_step)
         loader.template load<L::kKeys>(smem + L::kV, &maps.v, barriers.v_full, task.first_key,
                                        task.kv_head, task.v_batch, task.keys, problem.kv_len, 0);
 
-      const uint32_t dout_full = barriers.dout_full + 8 * dout_ring.stage;
-      mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
-      loader.template load<L::kRows>(smem + L::kDout + dout_ring.stage * L::kQueryBytes, &maps.dout,
+      const uint32_t dout_full = barriers.dout_full + 8 * ring.stage;
+      mbarrier_wait(barriers.dout_empty + 8 * ring.stage, ring.phase ^ 1);
+      loader.template load<L::kRows>(smem + L::kDout + ring.stage * L::kQueryBytes, &maps.dout,
                                      dout_full, row, head, task.b, task.valid, problem.q_len,
                                      L::kStatBytes);
       if (lane == 0)
-        bulk_load(smem + L::kDelta + dout_ring.stage * L::kStatBytes,
+        bulk_load(smem + L::kDelta + ring.stage * L::kStatBytes,
                   grid.workspace.delta + stats_row(row), L::kStatBytes, dout_full);
-      dout_ring.advance();
+      ring.advance();
     }
   }
   // Consumers that look one tile ahead find one more, and do not use what they make of it.
   if constexpr (L::kLooksAhead) {
-    mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
-    if (lane == 0) mbarrier_arrive(barriers.q_full + 8 * q_ring.stage);
-    mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
-    if (lane == 0) mbarrier_arrive(barriers.dout_full + 8 * dout_ring.stage);
+    mbarrier_wait(barriers.q_empty + 8 * ring.stage, ring.phase ^ 1);
+    if (lane == 0) mbarrier_arrive(barriers.q_full + 8 * ring.stage);
+    mbarrier_wait(barriers.dout_empty + 8 * ring.stage, ring.phase ^ 1);
+    if (lane == 0) mbarrier_arrive(barriers.dout_full + 8 * ring.stage);
   }
+}
+
+// A featured block's steps, by the whole block, once it knows its task. L is its layout.
+template <class L>
+__device__ void count_steps(FoundSteps<L::kRows>& steps, BackwardTask& task,
+                            const BackwardParams& params, const BackwardWorkspace& workspace) {
+  if (threadIdx.x == 0) {
+    const Features& features = params.forward.features;
+    const UnitRanges ranges(workspace.keys_segments, {L::kRows, L::kKeys}, params.forward.problem,
+                            task.b);
+    steps.fill(features.key_segments, ranges.keys[task.first_key / L::kKeys],
+               features.query_segments, ranges.queries, task.b, workspace.again);
+  }
+  __syncthreads();
+  steps.count(task.first_step, task.end_step);
+  if (threadIdx.x < 32) {
+    const int first = steps.from(task.first_step, task.end_step);
+    if (threadIdx.x == 0) task.first_step = first;
+  }
+  __syncthreads();
+}
+
+// S^T of a step to P^T, and whether the step has hidden pairs.
+template <int Rows>
+__device__ __forceinline__ bool featured_probabilities(float (&s)[Rows / 2], uint32_t lse2,
+                                                       float scale_log2, const BackwardTask& task,
+                                                       const FoundSteps<Rows>& steps, int stage,
+                                                       int first_key) {
+  const StepNote note = steps.note_of(stage);
+  const bool is_cut = task.is_cut(note.step()), hides = is_cut || note.mixed();
+  if (hides) steps.check(s);
+  probabilities<Rows, false>(s, lse2, scale_log2, 0, 0);
+  if (is_cut) {
+    const int first_row = note.step() * Rows + 2 * (threadIdx.x & 3);
+    hide_before<Rows>(s, task.first_row(first_key) - first_row,
+                      task.first_row(first_key + 8) - first_row);
+    if (note.step() >= task.far_step)
+      hide_from<Rows>(s, task.end_row(first_key) - first_row,
+                      task.end_row(first_key + 8) - first_row);
+  }
+  if (note.mixed()) hide_other_segments<Rows>(s, steps, stage, first_key);
+  return hides;
 }
 
 }  // namespace flashattn

@@ -3,6 +3,7 @@
 #define FLASHATTN_CUDA_BACKWARD_SM90_CUH_
 
 #include "backward_dq_sm90.cuh"
+#include "backward_features_sm90.cuh"
 #include "backward_keys_sm90.cuh"
 #include "backward_passes.cuh"
 #include "backward_plan.h"
@@ -91,7 +92,9 @@ template <class T, int HeadDim, bool WithDq>
 Status launch_backward_keys_sm90(const BackwardParams& params, const Device& device,
                                  cudaStream_t stream) {
   const void* kernel =
-      reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, WithDq>);
+      backward_is_featured(params.forward)
+          ? reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, WithDq, true>)
+          : reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, WithDq, false>);
   return launch_backward_keys<BackwardLayout<HeadDim, WithDq>, HeadDim>(
       "backward_keys_sm90", kernel, params, device, stream);
 }
@@ -99,7 +102,10 @@ Status launch_backward_keys_sm90(const BackwardParams& params, const Device& dev
 template <class T, int HeadDim>
 Status launch_backward_wide_sm90(const BackwardParams& params, const Device& device,
                                  cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(&backward_wide_sm90_kernel<T, HeadDim>);
+  const void* kernel =
+      backward_is_featured(params.forward)
+          ? reinterpret_cast<const void*>(&backward_wide_sm90_kernel<T, HeadDim, true>)
+          : reinterpret_cast<const void*>(&backward_wide_sm90_kernel<T, HeadDim, false>);
   return launch_backward_keys<BackwardWideLayout<HeadDim>, HeadDim>("backward_wide_sm90", kernel,
                                                                     params, device, stream);
 }
@@ -134,6 +140,31 @@ Status launch_backward_split(const BackwardParams& params, const Device& device,
   return launch_backward_dq_sm90<T, HeadDim>(params, device, stream);
 }
 
+// First: every later kernel may rely on it from its first instruction on.
+inline Status launch_backward_segments(const BackwardParams& params, BackwardUnits units,
+                                       float* ranges, const Device& device, cudaStream_t stream) {
+  const Problem& problem = params.forward.problem;
+  const int64_t warps = problem.batch * (units.query_units(problem) + units.key_units(problem));
+  constexpr int kWarps = kSegmentThreads / 32;
+  void* args[] = {const_cast<BackwardParams*>(&params), &units, &ranges};
+  return launch({"backward_segments", reinterpret_cast<const void*>(&backward_segments_kernel),
+                 dim3(static_cast<unsigned>((warps + kWarps - 1) / kWarps)), kSegmentThreads, 0},
+                args, device, stream);
+}
+
+template <int HeadDim>
+Status launch_backward_segments(const BackwardParams& params, const Device& device,
+                                cudaStream_t stream) {
+  if (!backward_may_be_done_again(params.forward)) return {};
+  const BackwardWorkspace workspace(params);
+  const bool accumulates = backward_accumulates_dq(HeadDim, params.deterministic);
+  const Status status = launch_backward_segments(params, backward_keys_units(HeadDim, accumulates),
+                                                 workspace.keys_segments, device, stream);
+  if (!status.ok() || accumulates) return status;
+  return launch_backward_segments(params, backward_dq_units(HeadDim), workspace.dq_segments, device,
+                                  stream);
+}
+
 // Last, so that nothing waits for it.
 inline Status launch_backward_sinks(const BackwardParams& params, const Device& device,
                                     cudaStream_t stream) {
@@ -159,6 +190,7 @@ Status launch_backward_products(const BackwardParams& params, const Device& devi
 template <class T, int HeadDim>
 Status launch_backward_sm90(const BackwardParams& params, const Device& device,
                             cudaStream_t stream) {
+  if (Status s = launch_backward_segments<HeadDim>(params, device, stream); !s.ok()) return s;
   if (Status s = launch_backward_products<T, HeadDim>(params, device, stream); !s.ok()) return s;
   return launch_backward_sinks(params, device, stream);
 }

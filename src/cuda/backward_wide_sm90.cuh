@@ -46,18 +46,20 @@ struct BackwardWideLayout {
 };
 
 // What both warpgroups have: Columns of dK and dV from column FirstColumn on.
-template <class T, int HeadDim, int FirstColumn, int Columns>
+template <class T, int HeadDim, int FirstColumn, int Columns, bool Featured>
 class BackwardWideHalf {
  public:
   using L = BackwardWideLayout<HeadDim>;
   static constexpr int kRows = L::kRows;
+  using Steps = BackwardSteps<kRows, Featured>;
 
   __device__ __forceinline__ BackwardWideHalf(const BackwardMaps& maps, const BackwardGrid& grid,
-                                              const BackwardTask& task,
+                                              const BackwardTask& task, const Steps& steps,
                                               const BackwardBarriers& barriers, uint32_t smem)
       : maps_(maps),
         grid_(grid),
         task_(task),
+        steps_(steps),
         barriers_(barriers),
         smem_(smem),
         thread_(threadIdx.x & 127),
@@ -158,6 +160,7 @@ class BackwardWideHalf {
   const BackwardMaps& maps_;
   const BackwardGrid& grid_;
   const BackwardTask& task_;
+  const Steps& steps_;
   const BackwardBarriers& barriers_;
   const uint32_t smem_;
   const int thread_;
@@ -169,12 +172,13 @@ class BackwardWideHalf {
 };
 
 // ---- the warpgroup of S and P
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 class BackwardWideScores
-    : BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim>::kScoresColumns> {
-  using Half = BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim>::kScoresColumns>;
-  using Half::kRows, Half::task_, Half::grid_, Half::barriers_, Half::smem_, Half::thread_,
-      Half::ring_, Half::p_, Half::ds_;
+    : BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim>::kScoresColumns, Featured> {
+  using Half =
+      BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim>::kScoresColumns, Featured>;
+  using Half::kRows, Half::task_, Half::steps_, Half::grid_, Half::barriers_, Half::smem_,
+      Half::thread_, Half::ring_, Half::p_, Half::ds_;
   using typename Half::L;
 
  public:
@@ -189,6 +193,24 @@ class BackwardWideScores
     issue_scores();
     wgmma_wait<0>();
     Half::clear_gradients();
+    if constexpr (Featured)
+      walk_found();
+    else
+      walk();
+    Half::store_gradients();
+  }
+
+ private:
+  // With features any step may need a mask.
+  __device__ __forceinline__ void walk_found() {
+#pragma unroll 1
+    for (int left = steps_.count() * grid_.group; left > 0; --left) {
+      step<true>();
+      wgmma_wait<0>();
+    }
+  }
+
+  __device__ __forceinline__ void walk() {
     // Loop edges are full waits, as in backward_keys_sm90.cuh.
 #pragma unroll 1
     for (int g = 0; g < grid_.group; ++g) {
@@ -216,27 +238,35 @@ class BackwardWideScores
         if (step_ == masked_end) break;
       }
     }
-    Half::store_gradients();
   }
 
- private:
   __device__ __forceinline__ void issue_scores() {
     mbarrier_wait(barriers_.q_full + 8 * ring_.stage, ring_.phase);
     Half::issue_products(s_, smem_ + L::kK, Half::q_tile());
+  }
+
+  template <bool Masked>
+  __device__ __forceinline__ void exponentials() {
+    const uint32_t lse2 = Half::stats_ + L::kLse + ring_.stage * L::kStatBytes;
+    if constexpr (Featured) {
+      featured_probabilities<kRows>(s_, lse2, grid_.scale_log2, task_, steps_, ring_.stage,
+                                    Half::first_key());
+      return;
+    }
+    const int first_row = step_ * kRows + 2 * (thread_ & 3);
+    probabilities<kRows, Masked>(s_, lse2, grid_.scale_log2,
+                                 Masked ? task_.first_row(Half::first_key()) - first_row : 0,
+                                 Masked ? task_.first_row(Half::first_key() + 8) - first_row : 0);
+    if (Masked && step_ >= task_.far_step)
+      hide_from<kRows>(s_, task_.end_row(Half::first_key()) - first_row,
+                       task_.end_row(Half::first_key() + 8) - first_row);
   }
 
   // On entry S of this block is there and dV of the one before it may still run; the exponentials
   // run under it and under what the other warpgroup has in flight.
   template <bool Masked>
   __device__ __forceinline__ void step() {
-    const int first_row = step_ * kRows + 2 * (thread_ & 3);
-    probabilities<kRows, Masked>(s_, Half::stats_ + L::kLse + ring_.stage * L::kStatBytes,
-                                 grid_.scale_log2,
-                                 Masked ? task_.first_row(Half::first_key()) - first_row : 0,
-                                 Masked ? task_.first_row(Half::first_key() + 8) - first_row : 0);
-    if (Masked && step_ >= task_.far_step)
-      hide_from<kRows>(s_, task_.end_row(Half::first_key()) - first_row,
-                       task_.end_row(Half::first_key() + 8) - first_row);
+    exponentials<Masked>();
     // The stage's Q is there since S was issued: it passes at once, and its branch keeps the
     // exponentials ahead of the wait for dV.
     mbarrier_wait(barriers_.q_full + 8 * ring_.stage, ring_.phase);
@@ -266,14 +296,14 @@ class BackwardWideScores
 };
 
 // ---- the warpgroup of dP and dS
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 class BackwardWideGradients
     : BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim>::kScoresColumns,
-                       HeadDim - BackwardWideLayout<HeadDim>::kScoresColumns> {
+                       HeadDim - BackwardWideLayout<HeadDim>::kScoresColumns, Featured> {
   using Half = BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim>::kScoresColumns,
-                                HeadDim - BackwardWideLayout<HeadDim>::kScoresColumns>;
-  using Half::kRows, Half::task_, Half::grid_, Half::barriers_, Half::smem_, Half::thread_,
-      Half::ring_, Half::p_, Half::ds_;
+                                HeadDim - BackwardWideLayout<HeadDim>::kScoresColumns, Featured>;
+  using Half::kRows, Half::task_, Half::steps_, Half::grid_, Half::barriers_, Half::smem_,
+      Half::thread_, Half::ring_, Half::p_, Half::ds_;
   using typename Half::L;
 
  public:
@@ -288,6 +318,20 @@ class BackwardWideGradients
     issue_dp();
     wgmma_wait<0>();
     Half::clear_gradients();
+    if constexpr (Featured)
+      walk_found();
+    else
+      walk();
+    Half::store_gradients();
+  }
+
+ private:
+  __device__ __forceinline__ void walk_found() {
+#pragma unroll 1
+    for (int left = steps_.count() * grid_.group; left > 0; --left) step<true>();
+  }
+
+  __device__ __forceinline__ void walk() {
 #pragma unroll 1
     for (int g = 0; g < grid_.group; ++g) {
       int i = task_.first_step, masked_end = task_.plain_begin;
@@ -301,10 +345,8 @@ class BackwardWideGradients
         if (i == masked_end) break;
       }
     }
-    Half::store_gradients();
   }
 
- private:
   __device__ __forceinline__ void issue_dp() {
     mbarrier_wait(barriers_.dout_full + 8 * ring_.stage, ring_.phase);
     Half::issue_products(dp_, smem_ + L::kV, Half::dout_tile());
@@ -317,6 +359,10 @@ class BackwardWideGradients
     named_barrier_sync(Half::kPReady, 256);
     Half::take_over(L::kP, p_);
     Half::issue_gradient(Half::dv_, p_, Half::dout_tile());
+    if constexpr (Featured) {
+      const StepNote note = steps_.note_of(stage);
+      if (note.mixed() || task_.is_cut(note.step())) steps_.check(dp_);
+    }
     score_gradients<T, kRows, Masked>(ds_, p_, dp_,
                                       Half::stats_ + L::kDelta + stage * L::kStatBytes);
     Half::hand_over(L::kDs, ds_);
@@ -333,7 +379,7 @@ class BackwardWideGradients
   float dp_[kRows / 2];
 };
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 __global__ void __launch_bounds__(384, 1)
     backward_wide_sm90_kernel(const __grid_constant__ BackwardMaps maps,
                               const __grid_constant__ BackwardParams params,
@@ -341,22 +387,24 @@ __global__ void __launch_bounds__(384, 1)
   using L = BackwardWideLayout<HeadDim>;
   extern __shared__ char raw_smem[];
   __shared__ BackwardTask task;
+  __shared__ BackwardSteps<L::kRows, Featured> steps;
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
   if (threadIdx.x == 0) barriers.init();
   if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
+  if constexpr (Featured) count_steps<L>(steps, task, params, grid.workspace);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
     if (threadIdx.x < 32 && task.steps() > 0)
-      produce<L, HeadDim>(maps, params, grid, task, barriers, smem, threadIdx.x);
+      produce<L, HeadDim>(maps, params, grid, task, steps, barriers, smem, threadIdx.x);
   } else {
     registers_claim<240>();
     if (warpgroup == 1)
-      BackwardWideScores<T, HeadDim>(maps, grid, task, barriers, smem).run();
+      BackwardWideScores<T, HeadDim, Featured>(maps, grid, task, steps, barriers, smem).run();
     else
-      BackwardWideGradients<T, HeadDim>(maps, grid, task, barriers, smem).run();
+      BackwardWideGradients<T, HeadDim, Featured>(maps, grid, task, steps, barriers, smem).run();
   }
 }
 

@@ -54,27 +54,6 @@ struct alignas(16) MaskBits {
   uint32_t of_quad_lane[4];
 };
 
-// Smallest and largest segment of a range.
-struct SegmentRange {
-  int least = INT_MAX, most = INT_MIN;
-
-  __device__ void include(int segment) {
-    least = min(least, segment);
-    most = max(most, segment);
-  }
-  // Over all lanes.
-  __device__ void gather() {
-    least = __reduce_min_sync(~0u, least);
-    most = __reduce_max_sync(~0u, most);
-  }
-  __device__ bool overlaps(const SegmentRange& other) const {
-    return least <= other.most && other.least <= most;
-  }
-  __device__ bool is_only(const SegmentRange& other) const {
-    return least == most && other.least == least && other.most == least;
-  }
-};
-
 // All calls are a whole warp's.
 template <int BlockKv>
 class BlockFinder {

@@ -20,7 +20,7 @@ int compiled_head_dim(std::integer_sequence<int, Dims...>, int wanted) {
 
 std::string number(int64_t n) { return std::to_string(n); }
 
-std::string describe_backward_sm90(const BackwardParams& params) {
+std::string describe_backward_products(const BackwardParams& params) {
   const int head_dim = backward_head_dim_sm90(params.forward.problem.widest_dim());
   const std::string suffix = ", head dim " + number(head_dim) + ": ";
   if (backward_accumulates_dq(head_dim, params.deterministic)) {
@@ -31,6 +31,16 @@ std::string describe_backward_sm90(const BackwardParams& params) {
          " keys a step" + suffix +
          (params.deterministic ? "deterministic, nothing is added across blocks"
                                : "above 128, L2 could not add up dQ fast enough");
+}
+
+std::string describe_backward_sm90(const BackwardParams& params) {
+  std::string details = describe_backward_products(params);
+  if (backward_may_be_done_again(params.forward)) {
+    details +=
+        "; steps without a visible pair are skipped; values that are not finite where pairs are "
+        "hidden leave the work to the generic kernels, launched behind";
+  }
+  return details;
 }
 
 // Of a head dim above 256.

@@ -1,0 +1,239 @@
+// What the featured Hopper kernels of the backward add to the plain ones: segments hide pairs, and
+// with them whole steps.
+//
+// A first kernel finds the least and the greatest segment of every few entries. From these a block
+// knows which steps have any of the segments it owns; the loading warp passes over the others, and
+// tells the consumers of each step which one it is.
+#ifndef FLASHATTN_CUDA_BACKWARD_FEATURES_SM90_CUH_
+#define FLASHATTN_CUDA_BACKWARD_FEATURES_SM90_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "backward_plan.h"
+#include "backward_sm90_parts.cuh"
+#include "params.h"
+#include "score.cuh"
+
+namespace flashattn {
+
+constexpr int kSegmentThreads = 256;
+
+// One warp a unit: those of the queries, then those of the keys. Entries beyond a sequence's length
+// have no segment.
+__global__ static void __launch_bounds__(kSegmentThreads)
+    backward_segments_kernel(const __grid_constant__ BackwardParams params, BackwardUnits units,
+                             float* ranges) {
+  const PrefillParams& forward = params.forward;
+  const Problem& problem = forward.problem;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *BackwardWorkspace(params).again = 0.f;
+  if (!forward.features.query_segments) return;
+  const int query_units = static_cast<int>(units.query_units(problem));
+  const int key_units = static_cast<int>(units.key_units(problem));
+  const int place = (blockIdx.x * kSegmentThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
+  const bool of_keys = place >= problem.batch * query_units;
+  const int index = of_keys ? place - problem.batch * query_units : place;
+  const int b = index / (of_keys ? key_units : query_units);
+  if (b >= problem.batch) return;
+  const int unit = index % (of_keys ? key_units : query_units);
+  const Features& features = forward.features;
+  const int32_t* ids = of_keys ? features.key_segments.row(b) : features.query_segments.row(b);
+  const int entries = of_keys ? units.keys : units.queries;
+  const int end = min((unit + 1) * entries, of_keys ? forward.kv_length(b) : forward.q_length(b));
+  SegmentRange range;
+  for (int i = unit * entries + lane; i < end; i += 32) range.include(__ldg(ids + i));
+  range.gather();
+  if (lane == 0) reinterpret_cast<SegmentRange*>(ranges)[place] = range;
+}
+
+// The ranges of one kernel's units, of a sequence.
+struct UnitRanges {
+  const SegmentRange *queries, *keys;
+
+  __device__ UnitRanges(const float* ranges, const BackwardUnits& units, const Problem& problem,
+                        int b)
+      : queries(reinterpret_cast<const SegmentRange*>(ranges) + b * units.query_units(problem)),
+        keys(reinterpret_cast<const SegmentRange*>(ranges) +
+             problem.batch * units.query_units(problem) + b * units.key_units(problem)) {}
+};
+
+// A step, and whether segments hide any of it, in one word.
+class StepNote {
+ public:
+  StepNote() = default;  // so that it can lie in shared memory
+  __device__ StepNote(int step, bool mixed) : code_(2 * step + mixed) {}
+  __device__ int step() const { return code_ >> 1; }
+  __device__ bool mixed() const { return code_ & 1; }
+
+ private:
+  int code_;
+};
+
+// The steps of the plain kernels: every one.
+struct EveryStep {
+  __device__ __forceinline__ int from(int step, int) const { return step; }
+  __device__ __forceinline__ int back_from(int step, int) const { return step; }
+  __device__ __forceinline__ void note(int, int) {}
+};
+
+// Those of the featured ones. Entries: of the side that is walked over, a step. Lies in shared
+// memory.
+template <int Entries>
+class FoundSteps {
+ public:
+  // By one thread, before a barrier. `owned` and `walked` are segment ids, or null.
+  __device__ void fill(const Table<const int32_t>& owned, const SegmentRange& own,
+                       const Table<const int32_t>& walked, const SegmentRange* walked_ranges, int b,
+                       float* again) {
+    again_ = again;
+    walked_ = nullptr;
+    if (!walked) return;
+    owned_ = owned.row(b);
+    walked_ = walked.row(b);
+    last_owned_ = static_cast<int>(owned.width) - 1;
+    last_walked_ = static_cast<int>(walked.width) - 1;
+    ranges_ = walked_ranges;
+    least_ = own.least;
+    most_ = own.most;
+  }
+
+  // Finds how many of the steps [begin, end) are to be done. By the whole block, which meets.
+  __device__ void count(int begin, int end) {
+    int found = end - begin;
+    if (walked_) {
+      found = 0;
+      for (int step = begin; step < end; step += blockDim.x)
+        found += __syncthreads_count(is_to_be_done(step + threadIdx.x, begin, end));
+    }
+    if (threadIdx.x == 0) count_ = found;
+    __syncthreads();
+  }
+  __device__ __forceinline__ int count() const { return count_; }
+
+  // The first step to be done from this one on, or `end`. By a whole warp, as what follows.
+  __device__ __forceinline__ int from(int step, int end) const {
+    if (!walked_) return step;
+    for (; step < end; step += 32) {
+      const int mine = step + threadIdx.x % 32;
+      const uint32_t found = __ballot_sync(~0u, is_to_be_done(mine, step, end));
+      if (found != 0) return step + __ffs(found) - 1;
+    }
+    return end;
+  }
+  // The same downwards, or begin - 1.
+  __device__ __forceinline__ int back_from(int step, int begin) const {
+    if (!walked_) return step;
+    for (; step >= begin; step -= 32) {
+      const int mine = step - static_cast<int>(threadIdx.x % 32);
+      const uint32_t found = __ballot_sync(~0u, is_to_be_done(mine, begin, step + 1));
+      if (found != 0) return step - (__ffs(found) - 1);
+    }
+    return begin - 1;
+  }
+
+  // Tells the consumers which step a stage has, before its barrier completes.
+  __device__ __forceinline__ void note(int stage, int step) {
+    const int lane = threadIdx.x % 32;
+    const StepNote note(step, walked_ && !of_step(step).is_only(own()));
+    if (lane == 0) notes_[stage] = note;
+    if (note.mixed())
+#pragma unroll 1
+      for (int i = lane; i < Entries; i += 32)
+        segments_[stage][i] = __ldg(walked_ + min(step * Entries + i, last_walked_));
+    __syncwarp();
+  }
+
+  // ---- the consumers' side
+  __device__ __forceinline__ StepNote note_of(int stage) const { return notes_[stage]; }
+  __device__ __forceinline__ int owned_segment(int entry) const {
+    return __ldg(owned_ + min(entry, last_owned_));
+  }
+  // Of this entry of a step and the next.
+  __device__ __forceinline__ int2 walked_segments(int stage, int entry) const {
+    return *reinterpret_cast<const int2*>(&segments_[stage][entry]);
+  }
+
+  // Products of a step in which pairs are hidden. Where an entry is not finite, all its products
+  // are not: those of one row of the fragment, and of one column, tell.
+  template <int N>
+  __device__ __forceinline__ void check(const float (&products)[N]) const {
+    if (!walked_) return;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < 4 || i % 4 < 2) sum = fmaf(products[i], 0.f, sum);
+    if (sum != 0.f) *again_ = 1.f;
+  }
+  // Only what row 0 or 1 of the fragment tells of the columns.
+  template <int N>
+  __device__ __forceinline__ void check_columns(const float (&products)[N], int row) const {
+    if (!walked_) return;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        sum = fmaf(row == 0 ? products[i + e] : products[i + 2 + e], 0.f, sum);
+    if (sum != 0.f) *again_ = 1.f;
+  }
+
+ private:
+  __device__ __forceinline__ SegmentRange of_step(int step) const {
+    const int2 range = __ldg(reinterpret_cast<const int2*>(ranges_) + step);
+    SegmentRange segments;
+    segments.least = range.x;
+    segments.most = range.y;
+    return segments;
+  }
+  __device__ __forceinline__ bool is_to_be_done(int step, int begin, int end) const {
+    return step >= begin && step < end && of_step(step).overlaps(own());
+  }
+  __device__ __forceinline__ SegmentRange own() const {
+    SegmentRange range;
+    range.least = least_;
+    range.most = most_;
+    return range;
+  }
+
+  alignas(16) int32_t segments_[2][Entries];  // of the steps that are mixed
+  StepNote notes_[2];
+  const int32_t *owned_, *walked_;  // segments of the sequence; walked_ is null without
+  const SegmentRange* ranges_;      // of the steps
+  int last_owned_, last_walked_;
+  int least_, most_;  // of the block's own segments
+  int count_;
+  float* again_;
+};
+
+template <int Entries, bool Featured>
+using BackwardSteps = std::conditional_t<Featured, FoundSteps<Entries>, EveryStep>;
+
+// ---- P^T of kernels that own keys: what the keys of a thread are hidden from
+
+// Queries before `first` (`first_8` in the second row) do not see the key.
+template <int Rows>
+__device__ __forceinline__ void hide_before(float (&p)[Rows / 2], int first, int first_8) {
+#pragma unroll
+  for (int j = 0; j < Rows / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (8 * j + (i & 1) < (i < 2 ? first : first_8)) p[4 * j + i] = 0.f;
+}
+
+template <int Rows>
+__device__ __forceinline__ void hide_other_segments(float (&p)[Rows / 2],
+                                                    const FoundSteps<Rows>& steps, int stage,
+                                                    int first_key) {
+  const int own = steps.owned_segment(first_key), own_8 = steps.owned_segment(first_key + 8);
+#pragma unroll
+  for (int j = 0; j < Rows / 8; ++j) {
+    const int2 rows = steps.walked_segments(stage, 8 * j + 2 * (threadIdx.x & 3));
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if ((i & 1 ? rows.y : rows.x) != (i < 2 ? own : own_8)) p[4 * j + i] = 0.f;
+  }
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_BACKWARD_FEATURES_SM90_CUH_
