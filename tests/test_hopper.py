@@ -424,6 +424,9 @@ def test_windows_across_lengths_of_gradients(
         dict(window=(200, 0), q_len=390, kv_len=500),
         dict(sinks=True, q_len=500, kv_len=390, kv_lengths=(333,)),
         dict(sinks=True, window=(100, 20), causal=False, layout="BNTH", q_heads=6, kv_heads=2),
+        dict(softcap=20.0),
+        dict(alibi=True, causal=False, q_len=390, kv_len=500, kv_lengths=(444,)),
+        dict(softcap=2.0, alibi=True, sinks=True, window=(150, 0), q_heads=6, kv_heads=2),
     ],
     ids="-".join,
 )
@@ -449,6 +452,7 @@ HIDING = [
     dict(segments=5, causal=False, q_len=390, kv_len=500),
     dict(segments=40, sinks=True, layout="BNTH", q_heads=6, kv_heads=2),
     dict(segments=4, sinks=True, window=(200, 0), kv_lengths=(400,), q_lengths=(333,)),
+    dict(segments=4, softcap=20.0, alibi=True, sinks=True, window=(300, 0)),
 ]
 
 

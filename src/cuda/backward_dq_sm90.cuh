@@ -69,6 +69,7 @@ struct BackwardDqGrid {
   int query_blocks, section;  // section: query heads whose blocks are interleaved
   float scale, scale_log2;
   BackwardWorkspace workspace;
+  BackwardCap cap;
 };
 
 // ---- which rows a block owns and which keys they see; in shared memory, as BackwardTask
@@ -128,7 +129,7 @@ __device__ void count_blocks(FoundSteps<L::kKeys>& steps, BackwardDqTask& task,
     const Features& features = params.forward.features;
     const UnitRanges ranges(workspace.dq_segments, {L::kRows, L::kKeys}, params.forward.problem,
                             task.b);
-    steps.fill(features.query_segments, ranges.queries[task.first_row / L::kRows],
+    steps.fill(params.forward, features.query_segments, ranges.queries + task.first_row / L::kRows,
                features.key_segments, ranges.keys, task.b, workspace.again);
   }
   __syncthreads();
@@ -159,7 +160,7 @@ __device__ __forceinline__ void produce_dq(const BackwardDqMaps& maps, const Bac
   for (int block = steps.back_from(task.blocks.end - 1, task.blocks.begin);
        block >= task.blocks.begin; block = steps.back_from(block - 1, task.blocks.begin)) {
     mbarrier_wait(barriers.k_empty + 8 * k_ring.stage, k_ring.phase ^ 1);
-    steps.note(k_ring.stage, block);
+    steps.note(k_ring.stage, block, task.head);
     loader.template load<L::kKeys>(smem + L::kK + k_ring.stage * L::kKeyBytes, &maps.k,
                                    barriers.k_full + 8 * k_ring.stage, block * L::kKeys, kv_head,
                                    task.b % forward.k.batches, task.keys, forward.problem.kv_len,
@@ -349,18 +350,26 @@ class BackwardDqConsumer {
     const bool is_cut = !task_.plain.has(block_);
     hides_ = is_cut || note.mixed();
     check(s_);
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i)
-      s_[i] = exp2_approx(fmaf(s_[i], grid_.scale_log2, -lse2_[i / 2 % 2]));
+    const int stage = k_ring_.stage, first_key = block_ * kKeys + 2 * (thread_ & 3);
+    // The other way round, since here the columns are keys.
+    const float distance = -steps_.distance(first_row(), first_key);
+    const auto lse2_of = [&](int) { return OfRows{{lse2_[0], lse2_[1]}}; };
+    begin_probabilities(s_, grid_.cap, grid_.scale_log2, steps_, stage, distance, lse2_of);
+    const float hidden = grid_.cap.is_given() ? kHiddenTanh : 0.f;
     if (is_cut) {
-      const int first_key = block_ * kKeys + 2 * (thread_ & 3);
       flashattn::hide_from<kKeys>(s_, task_.end_key(first_row()) - first_key,
-                                  task_.end_key(first_row() + 8) - first_key);
+                                  task_.end_key(first_row() + 8) - first_key, hidden);
       if (block_ < task_.far_end)
-        hide_before(task_.first_key(first_row()) - first_key,
-                    task_.first_key(first_row() + 8) - first_key);
+        flashattn::hide_before<kKeys>(s_, task_.first_key(first_row()) - first_key,
+                                      task_.first_key(first_row() + 8) - first_key, hidden);
     }
-    if (note.mixed()) hide_other_segments<kKeys>(s_, steps_, k_ring_.stage, first_row());
+    if (note.mixed()) hide_other_segments<kKeys>(s_, steps_, stage, first_row(), hidden);
+    if (grid_.cap.is_given()) {
+      if (steps_.has_alibi())
+        finish_capped<T, true>(s_, grid_.cap, steps_.log2_slope(stage), distance, lse2_of);
+      else
+        finish_capped<T, false>(s_, grid_.cap, 0.f, distance, lse2_of);
+    }
   }
 
   // A row spoils no other here. One that contributes nothing tells nothing of the keys either.
@@ -378,6 +387,11 @@ class BackwardDqConsumer {
 
   template <bool Masked>
   __device__ __forceinline__ void form_ds() {
+    if constexpr (Featured) {
+      if (grid_.cap.is_given())
+        return capped_gradients<T>(ds_, s_, dp_,
+                                   [&](int) { return OfRows{{delta_[0], delta_[1]}}; });
+    }
 #pragma unroll
     for (int j = 0; j < kKeys / 4; ++j) {
       const float d = delta_[j % 2];
@@ -481,8 +495,11 @@ Status launch_backward_dq_sm90(const BackwardParams& params, const Device& devic
 
   const float scale = static_cast<float>(forward.scores.scale);
   BackwardDqGrid grid{(problem.q_len + L::kRows - 1) / L::kRows,
-                      backward_section_sm90(backward_is_triangular(forward), HeadDim), scale,
-                      scale * kLog2e, BackwardWorkspace(params)};
+                      backward_section_sm90(backward_is_triangular(forward), HeadDim),
+                      scale,
+                      scale * kLog2e,
+                      BackwardWorkspace(params),
+                      BackwardCap(forward.scores)};
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};
   const unsigned blocks =

@@ -1,5 +1,5 @@
 // What the featured Hopper kernels of the backward add to the plain ones: segments hide pairs, and
-// with them whole steps.
+// with them whole steps; a soft cap and ALiBi change scores.
 //
 // A first kernel finds the least and the greatest segment of every few entries. From these a block
 // knows which steps have any of the segments it owns; the loading warp passes over the others, and
@@ -69,11 +69,29 @@ class StepNote {
   int code_;
 };
 
+// The soft cap of a call. A product becomes cap_log2 * tanh in log2 units, and tanh takes one power
+// of two, of exponent times the product.
+struct BackwardCap {
+  float exponent = 0.f, cap_log2 = 0.f;  // 0: no cap
+
+  explicit BackwardCap(const Scores& scores) {
+    if (scores.softcap <= 0.0) return;
+    exponent = static_cast<float>(2.0 * kLog2e * scores.scale / scores.softcap);
+    cap_log2 = static_cast<float>(scores.softcap * kLog2e);
+  }
+  // Opaque: else what is known of it is kept throughout the main loop, or splits that in two.
+  __device__ __forceinline__ bool is_given() const {
+    int bits = __float_as_int(cap_log2);
+    opaque(bits);
+    return bits != 0;
+  }
+};
+
 // The steps of the plain kernels: every one.
 struct EveryStep {
   __device__ __forceinline__ int from(int step, int) const { return step; }
   __device__ __forceinline__ int back_from(int step, int) const { return step; }
-  __device__ __forceinline__ void note(int, int) {}
+  __device__ __forceinline__ void note(int, int, int) {}
 };
 
 // Those of the featured ones. Entries: of the side that is walked over, a step. Lies in shared
@@ -82,9 +100,12 @@ template <int Entries>
 class FoundSteps {
  public:
   // By one thread, before a barrier. `owned` and `walked` are segment ids, or null.
-  __device__ void fill(const Table<const int32_t>& owned, const SegmentRange& own,
-                       const Table<const int32_t>& walked, const SegmentRange* walked_ranges, int b,
-                       float* again) {
+  __device__ void fill(const PrefillParams& forward, const Table<const int32_t>& owned,
+                       const SegmentRange* own, const Table<const int32_t>& walked,
+                       const SegmentRange* walked_ranges, int b, float* again) {
+    const Table<const float>& slopes = forward.features.alibi_slopes;
+    slopes_ = slopes ? slopes.row(b) : nullptr;
+    shift_ = Sequence(forward, b).shift;
     again_ = again;
     walked_ = nullptr;
     if (!walked) return;
@@ -93,8 +114,8 @@ class FoundSteps {
     last_owned_ = static_cast<int>(owned.width) - 1;
     last_walked_ = static_cast<int>(walked.width) - 1;
     ranges_ = walked_ranges;
-    least_ = own.least;
-    most_ = own.most;
+    least_ = own->least;
+    most_ = own->most;
   }
 
   // Finds how many of the steps [begin, end) are to be done. By the whole block, which meets.
@@ -131,11 +152,12 @@ class FoundSteps {
     return begin - 1;
   }
 
-  // Tells the consumers which step a stage has, before its barrier completes.
-  __device__ __forceinline__ void note(int stage, int step) {
+  // Tells the consumers which step of which query head a stage has, before its barrier completes.
+  __device__ __forceinline__ void note(int stage, int step, int head) {
     const int lane = threadIdx.x % 32;
     const StepNote note(step, walked_ && !of_step(step).is_only(own()));
     if (lane == 0) notes_[stage] = note;
+    if (lane == 0 && slopes_) log2_slopes_[stage] = __ldg(slopes_ + head) * kLog2e;
     if (note.mixed())
 #pragma unroll 1
       for (int i = lane; i < Entries; i += 32)
@@ -145,6 +167,11 @@ class FoundSteps {
 
   // ---- the consumers' side
   __device__ __forceinline__ StepNote note_of(int stage) const { return notes_[stage]; }
+  __device__ __forceinline__ bool has_alibi() const { return slopes_ != nullptr; }
+  __device__ __forceinline__ float log2_slope(int stage) const { return log2_slopes_[stage]; }
+  __device__ __forceinline__ float distance(int row, int key) const {
+    return static_cast<float>(row + shift_ - key);
+  }
   __device__ __forceinline__ int owned_segment(int entry) const {
     return __ldg(owned_ + min(entry, last_owned_));
   }
@@ -197,6 +224,9 @@ class FoundSteps {
 
   alignas(16) int32_t segments_[2][Entries];  // of the steps that are mixed
   StepNote notes_[2];
+  float log2_slopes_[2];
+  const float* slopes_;  // of the sequence's heads, or null
+  int shift_;
   const int32_t *owned_, *walked_;  // segments of the sequence; walked_ is null without
   const SegmentRange* ranges_;      // of the steps
   int last_owned_, last_walked_;
@@ -208,29 +238,150 @@ class FoundSteps {
 template <int Entries, bool Featured>
 using BackwardSteps = std::conditional_t<Featured, FoundSteps<Entries>, EveryStep>;
 
-// ---- P^T of kernels that own keys: what the keys of a thread are hidden from
+// ---- scores to probabilities, on the fragments of either kind of kernel: rows are what a block
+// owns, columns what it walks over
 
-// Queries before `first` (`first_8` in the second row) do not see the key.
-template <int Rows>
-__device__ __forceinline__ void hide_before(float (&p)[Rows / 2], int first, int first_8) {
+// Columns before `first` (`first_8` in the second row) are hidden from the row.
+template <int Columns>
+__device__ __forceinline__ void hide_before(float (&x)[Columns / 2], int first, int first_8,
+                                            float hidden = 0.f) {
 #pragma unroll
-  for (int j = 0; j < Rows / 8; ++j)
+  for (int j = 0; j < Columns / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (8 * j + (i & 1) < (i < 2 ? first : first_8)) p[4 * j + i] = 0.f;
+      if (8 * j + (i & 1) < (i < 2 ? first : first_8)) x[4 * j + i] = hidden;
 }
 
-template <int Rows>
-__device__ __forceinline__ void hide_other_segments(float (&p)[Rows / 2],
-                                                    const FoundSteps<Rows>& steps, int stage,
-                                                    int first_key) {
-  const int own = steps.owned_segment(first_key), own_8 = steps.owned_segment(first_key + 8);
+// Of the thread's rows, the first of which is `entry`.
+template <int Columns>
+__device__ __forceinline__ void hide_other_segments(float (&x)[Columns / 2],
+                                                    const FoundSteps<Columns>& steps, int stage,
+                                                    int entry, float hidden) {
+  const int own = steps.owned_segment(entry), own_8 = steps.owned_segment(entry + 8);
 #pragma unroll
-  for (int j = 0; j < Rows / 8; ++j) {
-    const int2 rows = steps.walked_segments(stage, 8 * j + 2 * (threadIdx.x & 3));
+  for (int j = 0; j < Columns / 8; ++j) {
+    const int2 walked = steps.walked_segments(stage, 8 * j + 2 * (threadIdx.x & 3));
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if ((i & 1 ? rows.y : rows.x) != (i < 2 ? own : own_8)) p[4 * j + i] = 0.f;
+      if ((i & 1 ? walked.y : walked.x) != (i < 2 ? own : own_8)) x[4 * j + i] = hidden;
+  }
+}
+
+// A number each of two columns, or of two rows: what the four elements of a fragment have of it.
+struct OfColumns {
+  float2 x;
+  __device__ __forceinline__ float operator[](int i) const { return i % 2 == 0 ? x.x : x.y; }
+};
+struct OfRows {
+  float2 x;
+  __device__ __forceinline__ float operator[](int i) const { return i / 2 % 2 == 0 ? x.x : x.y; }
+};
+
+// Away from an element's logit by ALiBi, `distance` being that of the first. A far key alone can
+// leave an lse too coarse to tell which way it was rounded; 2^128 is no probability.
+__device__ __forceinline__ float with_alibi(float exponent, float log2_slope, float distance,
+                                            int element) {
+  const int further = 8 * (element / 4) + element % 2 - 8 * (element / 2 % 2);
+  return min_or_nan(fmaf(-log2_slope, fabsf(distance + static_cast<float>(further)), exponent),
+                    0.f);
+}
+
+// What a tanh never is: it marks a hidden pair.
+constexpr float kHiddenTanh = 2.f;
+
+// Products to what pairs are hidden in: probabilities, or tanhs under a cap. `lse2(j)` has those of
+// elements 4 j to 4 j + 3.
+template <int N, int Columns, class Lse2>
+__device__ __forceinline__ void begin_probabilities(float (&s)[N], const BackwardCap& cap,
+                                                    float scale_log2,
+                                                    const FoundSteps<Columns>& steps, int stage,
+                                                    float distance, const Lse2& lse2) {
+  if (cap.is_given()) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      s[i] = fmaf(-2.f, rcp_approx(1.f + exp2_approx(s[i] * cap.exponent)), 1.f);
+  } else if (steps.has_alibi()) {
+    const float slope = steps.log2_slope(stage);
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) {
+      const auto l = lse2(j);
+#pragma unroll
+      for (int i = 4 * j; i < 4 * j + 4; ++i)
+        s[i] = exp2_approx(with_alibi(fmaf(s[i], scale_log2, -l[i]), slope, distance, i));
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) {
+      const auto l = lse2(j);
+#pragma unroll
+      for (int i = 4 * j; i < 4 * j + 4; ++i) s[i] = exp2_approx(fmaf(s[i], scale_log2, -l[i]));
+    }
+  }
+}
+
+// The rest under a cap: of four tanhs, two words of probabilities and two of the derivatives of the
+// cap, 1 - tanh^2, as halves, take the place.
+template <class T, bool Alibi, int N, class Lse2>
+__device__ __forceinline__ void finish_capped(float (&s)[N], const BackwardCap& cap,
+                                              float log2_slope, float distance, const Lse2& lse2) {
+#pragma unroll
+  for (int j = 0; j < N / 4; ++j) {
+    const auto l = lse2(j);
+    float p[4], derivative[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float tanh = s[4 * j + i];
+      float exponent = fmaf(cap.cap_log2, tanh, -l[i]);
+      if constexpr (Alibi) exponent = with_alibi(exponent, log2_slope, distance, 4 * j + i);
+      p[i] = tanh == kHiddenTanh ? 0.f : exp2_approx(exponent);
+      derivative[i] = fmaf(-tanh, tanh, 1.f);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      s[4 * j + e] = __uint_as_float(pack<T>(p[2 * e], p[2 * e + 1]));
+      s[4 * j + 2 + e] = __uint_as_float(pack<__half>(derivative[2 * e], derivative[2 * e + 1]));
+    }
+  }
+}
+// What it left: word w of the probabilities, and of the derivatives.
+template <int N>
+__device__ __forceinline__ uint32_t capped_probability(const float (&s)[N], int w) {
+  return __float_as_uint(s[w / 2 * 4 + w % 2]);
+}
+template <int N>
+__device__ __forceinline__ uint32_t capped_derivative(const float (&s)[N], int w) {
+  return __float_as_uint(s[w / 2 * 4 + 2 + w % 2]);
+}
+
+// Probabilities to two a word, as operands of products.
+template <class T, int Words>
+__device__ __forceinline__ void pack_probabilities(uint32_t (&p)[Words],
+                                                   const float (&s)[2 * Words],
+                                                   const BackwardCap& cap) {
+  if (cap.is_given()) {
+#pragma unroll
+    for (int w = 0; w < Words; ++w) p[w] = capped_probability(s, w);
+  } else {
+    pack_pairs<T>(p, s);
+  }
+}
+
+// dS under a cap, from what finish_capped() left. `delta(j)` is as lse2(j).
+template <class T, int N, class Delta>
+__device__ __forceinline__ void capped_gradients(uint32_t (&ds)[N / 2], const float (&s)[N],
+                                                 const float (&dp)[N], const Delta& delta) {
+#pragma unroll
+  for (int j = 0; j < N / 4; ++j) {
+    const auto d = delta(j);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int w = 2 * j + e;
+      const float2 p = unpack<T>(capped_probability(s, w));
+      const float2 derivative = unpack<__half>(capped_derivative(s, w));
+      const float x = score_gradient<true>(p.x, dp[2 * w], d[2 * e]);
+      const float y = score_gradient<true>(p.y, dp[2 * w + 1], d[2 * e + 1]);
+      ds[w] = pack<T>(x * derivative.x, y * derivative.y);
+    }
   }
 }
 

@@ -81,6 +81,8 @@ class BackwardConsumer {
     ds_store_ = smem + L::kDs + warpgroup * L::kDsChunk + (8 * (lane >> 4) + (lane & 7)) * 128 +
                 (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
     dq_store_ = smem + L::kDq + warpgroup * L::kDqBytes + thread_ * 16;
+    if constexpr (Featured)
+      opaque(dq_store_);  // else what it has in common with ds_store_ takes a register
   }
 
   __device__ __forceinline__ void run() {
@@ -218,8 +220,7 @@ class BackwardConsumer {
     const uint32_t lse2 = stats_ + L::kLse + ring_.stage * L::kStatBytes;
     if constexpr (Featured) {
       step_ = steps_.note_of(ring_.stage).step();
-      hides_ = featured_probabilities<kRows>(s_, lse2, grid_.scale_log2, task_, steps_, ring_.stage,
-                                             first_key());
+      featured_probabilities<T, kRows>(s_, lse2, grid_, task_, steps_, ring_.stage, first_key());
       return;
     }
     const int first_row = step_ * kRows + 2 * (thread_ & 3);
@@ -231,9 +232,22 @@ class BackwardConsumer {
                        task_.end_row(first_key() + 8) - first_row);
   }
 
-  __device__ __forceinline__ void check_dp() const {
+  __device__ __forceinline__ void pack_p() {
     if constexpr (Featured)
-      if (hides_) steps_.check(dp_);
+      pack_probabilities<T>(p_, s_, grid_.cap);
+    else
+      pack_pairs<T>(p_, s_);
+  }
+
+  template <bool Masked>
+  __device__ __forceinline__ void form_ds() {
+    if constexpr (Featured) {
+      if (task_.hides(steps_.note_of(ring_.stage))) steps_.check(dp_);
+      if (grid_.cap.is_given())
+        return capped_gradients<T>(
+            ds_, s_, dp_, [&](int j) { return OfColumns{shared_load_f32x2(delta() + 32 * j)}; });
+    }
+    score_gradients<T, kRows, Masked>(ds_, s_, dp_, delta());
   }
 
   // This warpgroup's half of dS, transposed to rows of queries. kDsBarrier, before issue_dq(),
@@ -338,21 +352,19 @@ class BackwardConsumer {
       // Passes at once; its branch keeps the exponentials ahead of the wait for dP.
       mbarrier_wait(dout_full, ring_.phase);
       wgmma_wait<0>();
-      check_dp();
-      score_gradients<T, kRows, Masked>(ds_, s_, dp_, delta());
-      pack_pairs<T>(p_, s_);
+      form_ds<Masked>();
+      pack_p();
       wgmma_fence();
       issue_dv(accumulate);
       issue_dk(accumulate);
       wgmma_commit();
     } else {
-      pack_pairs<T>(p_, s_);
+      pack_p();
       wgmma_fence();
       issue_dv(accumulate);
       wgmma_commit();
       wgmma_wait<1>();
-      check_dp();
-      score_gradients<T, kRows, Masked>(ds_, s_, dp_, delta());
+      form_ds<Masked>();
       if constexpr (!kDqBeforeDk) {
         wgmma_fence();
         issue_dk(accumulate);
@@ -446,7 +458,6 @@ class BackwardConsumer {
   uint32_t p_[kRows / 4], ds_[kRows / 4];
   uint32_t stats_, ds_store_, dq_store_;
   int step_ = 0;
-  bool hides_ = false;             // Featured only: this step has hidden pairs
   RingPosition<L::kStages> ring_;  // of Q, lse2, dO, delta and dS
   float *dq_head_ = nullptr, *dq_target_ = nullptr;
 };

@@ -115,7 +115,8 @@ constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127
 
 // Whether the featured kernels run, which look at more than the band of the window.
 constexpr bool backward_is_featured(const PrefillParams& forward) {
-  return forward.features.query_segments.data != nullptr;
+  return forward.features.query_segments.data != nullptr ||
+         forward.features.alibi_slopes.data != nullptr || forward.scores.softcap > 0.0;
 }
 
 // Whether anything but the band hides pairs. What nobody sees may then lie anywhere, NaN and all. A
@@ -205,7 +206,6 @@ struct BackwardWorkspace {
 inline bool backward_sm90_supports(const BackwardParams& params, const char** reason) {
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
-  const Scores& scores = forward.scores;
   const auto refuse = [&](const char* why) {
     *reason = why;
     return false;
@@ -221,10 +221,9 @@ inline bool backward_sm90_supports(const BackwardParams& params, const char** re
   if (problem.head_dim % 8 != 0 || problem.value_dim % 8 != 0 ||
       backward_head_dim_sm90(problem.widest_dim()) == 0)
     return refuse("the Hopper backward takes head dims that are multiples of 8 up to 256");
-  if (scores.softcap != 0.0) return refuse("the Hopper backward has no soft cap");
   const Features& features = forward.features;
-  if (features.alibi_slopes.data || features.bias.data || features.mask.data)
-    return refuse("the Hopper backward has no ALiBi, bias or mask");
+  if (features.bias.data || features.mask.data)
+    return refuse("the Hopper backward has no bias or mask");
   for (const Strided* x : {&forward.q, &forward.k, &forward.v, &forward.o, &params.dout, &params.dq,
                            &params.dk, &params.dv})
     if (!readable(*x)) return refuse("the Hopper backward takes operands aligned to 16 bytes");

@@ -52,6 +52,7 @@ struct BackwardGrid {
   BackwardLead lead;
   float scale, scale_log2;  // of the scores; in log2 units
   BackwardWorkspace workspace;
+  BackwardCap cap;
 };
 
 // ---- which keys a block owns and which query rows it walks over. Lives in shared memory: what a
@@ -73,6 +74,9 @@ struct BackwardTask {
   // Whether the band hides some of a step.
   __device__ __forceinline__ bool is_cut(int step) const {
     return step < plain_begin || step >= plain_end;
+  }
+  __device__ __forceinline__ bool hides(StepNote note) const {
+    return note.mixed() || is_cut(note.step());
   }
 
   // First query row that sees this key, and the first after it that no longer does.
@@ -154,7 +158,7 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
       const int row = step * L::kRows;
       const uint32_t q_full = barriers.q_full + 8 * ring.stage;
       mbarrier_wait(barriers.q_empty + 8 * ring.stage, ring.phase ^ 1);
-      steps.note(ring.stage, step);
+      steps.note(ring.stage, step, head);
       loader.template load<L::kRows>(smem + L::kQ + ring.stage * L::kQueryBytes, &maps.q, q_full,
                                      row, head, task.q_batch, task.valid, problem.q_len,
                                      L::kStatBytes);
@@ -194,7 +198,7 @@ __device__ void count_steps(FoundSteps<L::kRows>& steps, BackwardTask& task,
     const Features& features = params.forward.features;
     const UnitRanges ranges(workspace.keys_segments, {L::kRows, L::kKeys}, params.forward.problem,
                             task.b);
-    steps.fill(features.key_segments, ranges.keys[task.first_key / L::kKeys],
+    steps.fill(params.forward, features.key_segments, ranges.keys + task.first_key / L::kKeys,
                features.query_segments, ranges.queries, task.b, workspace.again);
   }
   __syncthreads();
@@ -206,26 +210,34 @@ __device__ void count_steps(FoundSteps<L::kRows>& steps, BackwardTask& task,
   __syncthreads();
 }
 
-// S^T of a step to P^T, and whether the step has hidden pairs.
-template <int Rows>
-__device__ __forceinline__ bool featured_probabilities(float (&s)[Rows / 2], uint32_t lse2,
-                                                       float scale_log2, const BackwardTask& task,
+// S^T of a step to P^T, under a cap as finish_capped() leaves it.
+template <class T, int Rows>
+__device__ __forceinline__ void featured_probabilities(float (&s)[Rows / 2], uint32_t lse2,
+                                                       const BackwardGrid& grid,
+                                                       const BackwardTask& task,
                                                        const FoundSteps<Rows>& steps, int stage,
                                                        int first_key) {
   const StepNote note = steps.note_of(stage);
-  const bool is_cut = task.is_cut(note.step()), hides = is_cut || note.mixed();
-  if (hides) steps.check(s);
-  probabilities<Rows, false>(s, lse2, scale_log2, 0, 0);
-  if (is_cut) {
-    const int first_row = note.step() * Rows + 2 * (threadIdx.x & 3);
+  if (task.hides(note)) steps.check(s);
+  const int first_row = note.step() * Rows + 2 * (threadIdx.x & 3);
+  const float distance = steps.distance(first_row, first_key);
+  const auto lse2_of = [&](int j) { return OfColumns{shared_load_f32x2(lse2 + 32 * j)}; };
+  begin_probabilities(s, grid.cap, grid.scale_log2, steps, stage, distance, lse2_of);
+  const float hidden = grid.cap.is_given() ? kHiddenTanh : 0.f;
+  if (task.is_cut(note.step())) {
     hide_before<Rows>(s, task.first_row(first_key) - first_row,
-                      task.first_row(first_key + 8) - first_row);
+                      task.first_row(first_key + 8) - first_row, hidden);
     if (note.step() >= task.far_step)
       hide_from<Rows>(s, task.end_row(first_key) - first_row,
-                      task.end_row(first_key + 8) - first_row);
+                      task.end_row(first_key + 8) - first_row, hidden);
   }
-  if (note.mixed()) hide_other_segments<Rows>(s, steps, stage, first_key);
-  return hides;
+  if (note.mixed()) hide_other_segments<Rows>(s, steps, stage, first_key, hidden);
+  if (grid.cap.is_given()) {
+    if (steps.has_alibi())
+      finish_capped<T, true>(s, grid.cap, steps.log2_slope(stage), distance, lse2_of);
+    else
+      finish_capped<T, false>(s, grid.cap, 0.f, distance, lse2_of);
+  }
 }
 
 }  // namespace flashattn

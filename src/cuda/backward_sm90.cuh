@@ -81,7 +81,8 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
                     backward_lead_of(params),
                     scale,
                     scale * kLog2e,
-                    BackwardWorkspace(params)};
+                    BackwardWorkspace(params),
+                    BackwardCap(forward.scores)};
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};
   const unsigned blocks = static_cast<unsigned>(grid.heads) * grid.key_blocks;
@@ -99,15 +100,13 @@ Status launch_backward_keys_sm90(const BackwardParams& params, const Device& dev
       "backward_keys_sm90", kernel, params, device, stream);
 }
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 Status launch_backward_wide_sm90(const BackwardParams& params, const Device& device,
                                  cudaStream_t stream) {
   const void* kernel =
-      backward_is_featured(params.forward)
-          ? reinterpret_cast<const void*>(&backward_wide_sm90_kernel<T, HeadDim, true>)
-          : reinterpret_cast<const void*>(&backward_wide_sm90_kernel<T, HeadDim, false>);
-  return launch_backward_keys<BackwardWideLayout<HeadDim>, HeadDim>("backward_wide_sm90", kernel,
-                                                                    params, device, stream);
+      reinterpret_cast<const void*>(&backward_wide_sm90_kernel<T, HeadDim, Featured>);
+  return launch_backward_keys<BackwardWideLayout<HeadDim, Featured>, HeadDim>(
+      "backward_wide_sm90", kernel, params, device, stream);
 }
 
 // Prepare, the kernel that owns keys and adds up dQ, and the pass that converts dQ.
@@ -127,7 +126,9 @@ Status launch_backward_dkv(const BackwardParams& params, const Device& device,
   if constexpr (HeadDim <= 128)
     return launch_backward_keys_sm90<T, HeadDim, false>(params, device, stream);
   else
-    return launch_backward_wide_sm90<T, HeadDim>(params, device, stream);
+    return backward_is_featured(params.forward)
+               ? launch_backward_wide_sm90<T, HeadDim, true>(params, device, stream)
+               : launch_backward_wide_sm90<T, HeadDim, false>(params, device, stream);
 }
 
 // Prepare, dK and dV, dQ: nothing is added up across blocks.

@@ -22,7 +22,7 @@
 
 namespace flashattn {
 
-template <int HeadDim>
+template <int HeadDim, bool Featured>
 struct BackwardWideLayout {
   static constexpr int kRows = 64, kKeys = 64;
   static constexpr int kStages = 2;  // of Q and of dO
@@ -42,14 +42,15 @@ struct BackwardWideLayout {
   static constexpr int kP = kDout + kStages * kQueryBytes, kDs = kP + kExchangeBytes;
   static constexpr int kLse = kDs + kExchangeBytes, kDelta = kLse + kStages * kStatBytes;
   static constexpr int kBarriers = kDelta + kStages * kStatBytes;
-  static constexpr int kBytes = kBarriers + 128 + 1024;
+  static constexpr int kDerivatives = kBarriers + 128;  // of a soft cap, handed over beside P
+  static constexpr int kBytes = kDerivatives + (Featured ? kExchangeBytes : 0) + 1024;
 };
 
 // What both warpgroups have: Columns of dK and dV from column FirstColumn on.
 template <class T, int HeadDim, int FirstColumn, int Columns, bool Featured>
 class BackwardWideHalf {
  public:
-  using L = BackwardWideLayout<HeadDim>;
+  using L = BackwardWideLayout<HeadDim, Featured>;
   static constexpr int kRows = L::kRows;
   using Steps = BackwardSteps<kRows, Featured>;
 
@@ -174,9 +175,10 @@ class BackwardWideHalf {
 // ---- the warpgroup of S and P
 template <class T, int HeadDim, bool Featured>
 class BackwardWideScores
-    : BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim>::kScoresColumns, Featured> {
-  using Half =
-      BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim>::kScoresColumns, Featured>;
+    : BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim, Featured>::kScoresColumns,
+                       Featured> {
+  using Half = BackwardWideHalf<T, HeadDim, 0,
+                                BackwardWideLayout<HeadDim, Featured>::kScoresColumns, Featured>;
   using Half::kRows, Half::task_, Half::steps_, Half::grid_, Half::barriers_, Half::smem_,
       Half::thread_, Half::ring_, Half::p_, Half::ds_;
   using typename Half::L;
@@ -249,8 +251,8 @@ class BackwardWideScores
   __device__ __forceinline__ void exponentials() {
     const uint32_t lse2 = Half::stats_ + L::kLse + ring_.stage * L::kStatBytes;
     if constexpr (Featured) {
-      featured_probabilities<kRows>(s_, lse2, grid_.scale_log2, task_, steps_, ring_.stage,
-                                    Half::first_key());
+      featured_probabilities<T, kRows>(s_, lse2, grid_, task_, steps_, ring_.stage,
+                                       Half::first_key());
       return;
     }
     const int first_row = step_ * kRows + 2 * (thread_ & 3);
@@ -272,7 +274,10 @@ class BackwardWideScores
     mbarrier_wait(barriers_.q_full + 8 * ring_.stage, ring_.phase);
     wgmma_wait<0>();
     mbarrier_arrive_if(thread_ == 0 && started_, barriers_.dout_empty + 8 * (ring_.stage ^ 1));
-    pack_pairs<T>(p_, s_);
+    if constexpr (Featured)
+      hand_over_capped();
+    else
+      pack_pairs<T>(p_, s_);
     Half::hand_over(L::kP, p_);
     named_barrier_arrive(Half::kPReady, 256);
     started_ = true;
@@ -290,6 +295,16 @@ class BackwardWideScores
     mbarrier_arrive_if(thread_ == 0, barriers_.q_empty + 8 * stage);
   }
 
+  // P to p_, and the derivatives of a cap to the other warpgroup.
+  __device__ __forceinline__ void hand_over_capped() {
+    pack_probabilities<T>(p_, s_, grid_.cap);
+    if (!grid_.cap.is_given()) return;
+    uint32_t derivatives[kRows / 4];
+#pragma unroll
+    for (int w = 0; w < kRows / 4; ++w) derivatives[w] = capped_derivative(s_, w);
+    Half::hand_over(L::kDerivatives, derivatives);
+  }
+
   float s_[kRows / 2];
   int step_ = 0;
   bool started_ = false;
@@ -298,10 +313,11 @@ class BackwardWideScores
 // ---- the warpgroup of dP and dS
 template <class T, int HeadDim, bool Featured>
 class BackwardWideGradients
-    : BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim>::kScoresColumns,
-                       HeadDim - BackwardWideLayout<HeadDim>::kScoresColumns, Featured> {
-  using Half = BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim>::kScoresColumns,
-                                HeadDim - BackwardWideLayout<HeadDim>::kScoresColumns, Featured>;
+    : BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim, Featured>::kScoresColumns,
+                       HeadDim - BackwardWideLayout<HeadDim, Featured>::kScoresColumns, Featured> {
+  using Half =
+      BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim, Featured>::kScoresColumns,
+                       HeadDim - BackwardWideLayout<HeadDim, Featured>::kScoresColumns, Featured>;
   using Half::kRows, Half::task_, Half::steps_, Half::grid_, Half::barriers_, Half::smem_,
       Half::thread_, Half::ring_, Half::p_, Half::ds_;
   using typename Half::L;
@@ -359,12 +375,12 @@ class BackwardWideGradients
     named_barrier_sync(Half::kPReady, 256);
     Half::take_over(L::kP, p_);
     Half::issue_gradient(Half::dv_, p_, Half::dout_tile());
-    if constexpr (Featured) {
-      const StepNote note = steps_.note_of(stage);
-      if (note.mixed() || task_.is_cut(note.step())) steps_.check(dp_);
-    }
+    if constexpr (Featured)
+      if (task_.hides(steps_.note_of(stage))) steps_.check(dp_);
     score_gradients<T, kRows, Masked>(ds_, p_, dp_,
                                       Half::stats_ + L::kDelta + stage * L::kStatBytes);
+    if constexpr (Featured)
+      if (grid_.cap.is_given()) apply_derivatives();
     Half::hand_over(L::kDs, ds_);
     named_barrier_arrive(Half::kDsReady, 256);
     ring_.advance();
@@ -376,6 +392,16 @@ class BackwardWideGradients
     mbarrier_arrive_if(thread_ == 0, barriers_.dout_empty + 8 * stage);
   }
 
+  __device__ __forceinline__ void apply_derivatives() {
+    uint32_t derivatives[kRows / 4];
+    Half::take_over(L::kDerivatives, derivatives);
+#pragma unroll
+    for (int w = 0; w < kRows / 4; ++w) {
+      const float2 ds = unpack<T>(ds_[w]), derivative = unpack<__half>(derivatives[w]);
+      ds_[w] = pack<T>(ds.x * derivative.x, ds.y * derivative.y);
+    }
+  }
+
   float dp_[kRows / 2];
 };
 
@@ -384,7 +410,7 @@ __global__ void __launch_bounds__(384, 1)
     backward_wide_sm90_kernel(const __grid_constant__ BackwardMaps maps,
                               const __grid_constant__ BackwardParams params,
                               const __grid_constant__ BackwardGrid grid) {
-  using L = BackwardWideLayout<HeadDim>;
+  using L = BackwardWideLayout<HeadDim, Featured>;
   extern __shared__ char raw_smem[];
   __shared__ BackwardTask task;
   __shared__ BackwardSteps<L::kRows, Featured> steps;
