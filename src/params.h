@@ -122,7 +122,8 @@ struct PrefillParams {
   Table<const int32_t> query_lengths, key_lengths;  // (b, 1) or null: T and S; clamped on read
   Strided q, k, v, o;
   Rows lse;
-  uint64_t* tile_counter = nullptr;  // CUDA: 8 bytes of uninitialised workspace
+  void* workspace = nullptr;   // CUDA: uninitialised; prefill_workspace() says how much
+  int64_t workspace_size = 0;  // in bytes
 
   constexpr int q_length(int b) const {
     return query_lengths ? clamp_length(*query_lengths.row(b), problem.q_len) : problem.q_len;

@@ -191,6 +191,19 @@ def test_bias_of_every_shape(platform, bias, lengths, causal):
 
 @on_gpu
 @pytest.mark.parametrize(
+    "mask", ["BNTS", "_NTS", "B_TS", "__TS", "BN_S", "B__S", "BNT_", "B_T_", "_N__", "____"]
+)
+@pytest.mark.parametrize("lengths", [(450, 464), (129, 333), (7, 8)])
+def test_mask_of_every_shape(platform, mask, lengths):
+    """Rows of bytes that can be read 16 at a time and that cannot, in whole tiles and in parts."""
+    q_len, kv_len = lengths
+    case = LONG.replace(batch=2, q_len=q_len, kv_len=kv_len, q_heads=4, causal=False, mask=mask)
+    check_sm90(platform, case)
+    check_sm90(platform, case.replace(head_dim=64, layout="BNTH", q_lengths=(q_len, q_len // 2)))
+
+
+@on_gpu
+@pytest.mark.parametrize(
     "features", [dict(softcap=20.0), dict(alibi=True), dict(mask="B_TS"), dict(segments=3)]
 )
 def test_bias_beside_another_feature(platform, features):
@@ -293,12 +306,13 @@ def test_blocks_without_a_visible_key_are_not_read(platform):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_sparse_mask_of_one_row(platform, head_dim, causal, softcap):
+@pytest.mark.parametrize("mask", ["B__S", "B_TS"])
+def test_sparse_mask(platform, mask, head_dim, causal, softcap):
     """Blocks without a visible key, with one, with some, with all, far apart among more than 64."""
     case = LONG.replace(
         batch=2, q_len=130, kv_len=9000, q_heads=1, head_dim=head_dim, causal=causal
     )
-    case = case.replace(mask="B__S", kv_lengths=(9000, 7777), softcap=softcap)
+    case = case.replace(mask=mask, kv_lengths=(9000, 7777), softcap=softcap)
     arrays = make_inputs(case, poison=False)
     mask = arrays["mask"]
     mask[...] = False
@@ -306,6 +320,7 @@ def test_sparse_mask_of_one_row(platform, head_dim, causal, softcap):
     mask[..., 4000:4600] = True
     mask[0, ..., 8990:] = True
     mask[1, ..., 6000:6500:3] = True
+    mask[..., ::2, 2000:2100] = True  # of every other row, if there are several
     hidden = ~mask.any((0, 1, 2)).reshape(-1, 8).any(1).repeat(8)
     arrays["key"][:, hidden] = arrays["value"][:, hidden] = np.nan
     out, lse = prefill(case, arrays)

@@ -68,6 +68,7 @@ Explained explain_prefill(const PrefillParams& params, const Device& device) {
         (tile.value_dim < tile.head_dim ? " with values of " + number(tile.value_dim) : "") + ", " +
         number(tile.warpgroups) + " consumer warpgroups: " + tile.why;
     if (packed > 1) details += "; " + number(packed) + " query heads share a tile's rows";
+    if (params.features.mask.data) details += "; a kernel ahead packs the mask into bits";
     return {"sm90", "", details};
   }
   const int head_dim = compiled_head_dim(GenericHeadDims{}, problem.widest_dim());

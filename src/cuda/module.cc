@@ -253,6 +253,13 @@ NB_MODULE(_cuda, m) {
   m.def("limit_architecture", &limit_architecture);
   define_selftests(m);
   m.def("largest_head_dim", [] { return largest(GenericHeadDims{}); });
+  m.def("prefill_workspace", [](int q_len, int kv_len, int q_heads, int head_dim,
+                                std::optional<std::array<int64_t, 4>> mask) {
+    const Problem problem{1, q_len, kv_len, q_heads, q_heads, head_dim, head_dim, DType::kBF16};
+    const Broadcast broadcast =
+        mask ? contiguous_broadcast(nullptr, DType::kPred, *mask) : Broadcast{};
+    return prefill_workspace(problem, broadcast, mask.has_value());
+  });
   m.def("decode_workspace",
         [](int batch, int q_len, int q_heads, int kv_heads, int value_dim, int num_splits) {
           return std::max<int64_t>(

@@ -71,6 +71,8 @@ class PrefillConsumer {
  private:
   static constexpr int kSRegs = Tile::kBlockKv / 2, kPRegs = Tile::kBlockKv / 4;
   static constexpr bool kDoubleP = Tile::kTile.double_p;
+  // A step ahead they arrive in time; but what shapes scores wants the registers.
+  static constexpr bool kMaskBitsAhead = !Tile::kShaped;
   using PRegs = uint32_t[kPRegs];
 
   __device__ int thread() const { return threadIdx.x % 128; }
@@ -171,6 +173,7 @@ class PrefillConsumer {
     if constexpr (Tile::kAnyMask) {
       next_ = shared_.k_block[ring_stage(block_)];
       n = next_.block();
+      load_mask_bits();
     }
     uint32_t k_low = k_descriptor(block_);
     opaque(k_low);
@@ -181,12 +184,11 @@ class PrefillConsumer {
     if constexpr (!Tile::kAnyMask) set_row_limits(walk);
     clear_o();
     wgmma_wait<0>();
-    const uint32_t mask_bits = read_mask_bits(block_);
     release_k(block_);
     release_previous_q();
     if constexpr (Tile::kAnyMask) {
       scores_of_block(n, block_).apply(s_regs_);
-      if (next_.masked()) hide_keys(n, mask_bits);
+      if (next_.masked()) hide_keys(n);
       softmax_first<false>(s_regs_, rows_, scale_log2_, {});
       note_rows_without_key(rows_);
     } else {
@@ -218,14 +220,14 @@ class PrefillConsumer {
     multiply_pv(p_in, v_low);
     wgmma_commit();
     pass_turn();
+    if constexpr (Masked && Tile::kAnyMask && !kMaskBitsAhead) load_mask_bits();
     wgmma_wait<1>();
-    const uint32_t mask_bits = Masked ? read_mask_bits(block_ + 1) : 0;
     if constexpr (kMaxFree) {
       const auto scores = scores_of_block(n, block_ + 1);
       const auto hide = [&] {
-        if constexpr (Masked) hide_keys(n, mask_bits);
+        if constexpr (Masked) hide_keys(n);
       };
-      const bool by_maximum = Masked && !next_.masked_by_columns();
+      const bool by_maximum = Masked && !next_.masked_by_mask();
       softmax_max_free<T, kDoubleP, Tile::kAnyMask>(
           s_regs_, rows_, scale_log2_, p_out, by_maximum, HiddenScores{scores, hide},
           [&](float (&s)[kSRegs]) { recompute_s(s, block_ + 1); });
@@ -233,7 +235,7 @@ class PrefillConsumer {
     } else {
       release_k(block_ + 1);
       scores_of_block(n, block_ + 1).apply(s_regs_);
-      if constexpr (Masked) hide_keys(n, mask_bits);
+      if constexpr (Masked) hide_keys(n);
       softmax_with_maximum<Masked>(s_regs_, rows_, scale_log2_);
       if constexpr (Tile::kAnyMask) note_rows_without_key(rows_);
       if constexpr (kDoubleP) convert_p<T>(s_regs_, p_out);
@@ -422,21 +424,26 @@ class PrefillConsumer {
     }
   }
 
-  __device__ __forceinline__ void hide_keys(int n, uint32_t mask_bits) {
+  __device__ __forceinline__ void hide_keys(int n) {
     if constexpr (Tile::kAnyMask) {
-      if (next_.masked_by_columns()) hide_columns(s_regs_, mask_bits);
-      if (next_.masked_by_edge() || next_.masked_by_rows())
+      if (next_.masked_by_mask()) hide_by_mask(s_regs_, mask_bits_);
+      if (next_.masked_by_edge() || next_.masked_by_segments())
         row_masks().hide(s_regs_, next_, n * Tile::kBlockKv);
     } else {
       mask_columns<false>(s_regs_, visible_columns(n));
     }
   }
-  // Of the i-th block through all tiles; meaningless where it has none. They go with K.
-  __device__ __forceinline__ uint32_t read_mask_bits(uint32_t i) const {
-    if constexpr (Tile::kAnyMask)
-      return shared_.k_mask_bits[ring_stage(i)].of_quad_lane[lane() % 4];
-    else
-      return 0;
+  // Of the step to come, if the mask hides some of its block.
+  __device__ __forceinline__ void load_mask_bits() {
+    if (!next_.masked_by_mask()) return;
+    const PackedMask& mask = grid_.mask;
+    const bool same = mask.rows == 1;
+    const int block = mask.blocks == 1 ? 0 : next_.block();
+    const int own_row = same ? 0 : kWarpgroupRows * warpgroup_ + row(0);
+    const int64_t at = shared_.mask_row[tile_.work()] + int64_t{block} * mask.rows + own_row;
+    const uint32_t* words = mask.words + at * 4 + lane() % 4;
+    mask_bits_.x = load_now_b32(words);
+    mask_bits_.y = load_now_b32(same ? words : words + 8 * 4);
   }
   __device__ __forceinline__ void set_row_limits(const TileWalk& walk) {
     const int last_key = walk.kv_len - 1;
@@ -466,6 +473,7 @@ class PrefillConsumer {
       if (was_last_) return;
       wait_k(i);
       next_ = shared_.k_block[ring_stage(i)];
+      if constexpr (kMaskBitsAhead) load_mask_bits();
     } else {
       if (n > 0) wait_k(i);
     }
@@ -693,6 +701,7 @@ class PrefillConsumer {
   int last_key_[2];      // that each row sees, where that is all there is to know
   FoundBlock next_;      // of the step to come, and whether the one before was the tile's last; any
   bool was_last_;        // mask only
+  uint2 mask_bits_;      // of its block, see PackedMask
   uint32_t q_low_ = 0;
   uint32_t block_ = 0;  // K/V blocks so far, through all tiles
   TileCount<Tile> tile_;

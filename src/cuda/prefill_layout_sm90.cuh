@@ -61,10 +61,10 @@ template <class Tile, bool AnyMask = Tile::kAnyMask>
 struct PrefillBlocksShared {};
 template <class Tile>
 struct PrefillBlocksShared<Tile, true> {
-  TileWork next_work;  // the producer's, as are the next two
-  MaskBits finder_mask_bits[32], next_mask_bits;
+  TileWork next_work;     // the producer's, as is
+  int64_t next_mask_row;  // of PackedMask::words, the tile's first row in its plane's first block
+  int64_t mask_row[Tile::kTileWorks];                 // goes with `work`
   FoundBlock k_block[kKvStages], v_block[kKvStages];  // published with the tile, freed with it
-  MaskBits k_mask_bits[kKvStages];                    // beside k_block, where it says so
   // The blocks, from the first to the last, from which the inspector took something.
   int first_not_finite[Tile::kTileWorks], end_not_finite[Tile::kTileWorks];
 };

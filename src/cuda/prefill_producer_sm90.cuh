@@ -26,7 +26,7 @@ class PrefillProducer {
         grid_(grid),
         smem_(smem),
         shared_(shared),
-        finder_(make_finder(params, shared)) {}
+        finder_(make_finder(params, grid)) {}
 
   // By the thread that loads, while others still prepare shared memory.
   __device__ __forceinline__ void prepare() {
@@ -46,9 +46,9 @@ class PrefillProducer {
  private:
   using Finder = std::conditional_t<Tile::kAnyMask, BlockFinder<Tile::kBlockKv>, NoFinder>;
 
-  static __device__ Finder make_finder(const PrefillParams& params, PrefillShared<Tile>& shared) {
+  static __device__ Finder make_finder(const PrefillParams& params, const TileGrid& grid) {
     if constexpr (Tile::kAnyMask)
-      return {params, shared.finder_mask_bits};
+      return {params, grid.mask};
     else
       return {};
   }
@@ -88,6 +88,7 @@ class PrefillProducer {
   // the search is in the code only once. It runs one block ahead, for each block is published with
   // whether it is the tile's last. The work of the tile to come waits in shared memory.
   __device__ __forceinline__ void load_found_blocks() {
+    grid_dependency_wait();  // for the packed mask
     int tile = blockIdx.x;
     bool begins = true;
     FoundBlock waiting = FoundBlock::none(), block = FoundBlock::none();  // for V; for K
@@ -119,7 +120,6 @@ class PrefillProducer {
         waiting = block.as_last(!found.exists());
       }
       block = found;
-      if (is_loader() && block.masked_by_columns()) shared_.next_mask_bits = finder_.mask_bits();
       begins = !found.exists();
       if (begins) tile = next_tile(tile);
     }
@@ -138,6 +138,7 @@ class PrefillProducer {
     if constexpr (Tile::kAnyMask) {
       shared_.first_not_finite[tile_.work()] = INT_MAX;
       shared_.end_not_finite[tile_.work()] = 0;
+      shared_.mask_row[tile_.work()] = shared_.next_mask_row;
     }
   }
   __device__ __forceinline__ void publish_without_q() {
@@ -166,7 +167,11 @@ class PrefillProducer {
     opaque(right);
     const bool last_first = left == kUnlimited || right != kUnlimited;
     const TileWork work = place_tile(params_, grid_, tile, last_first);
-    if (is_loader()) shared_.next_work = work;
+    if (is_loader()) {
+      shared_.next_work = work;
+      shared_.next_mask_row =
+          grid_.mask.first_row(grid_.mask.plane(work.batch, work.head), work.position);
+    }
     finder_.start(work, grid_.block_positions);
   }
 
@@ -236,7 +241,6 @@ class PrefillProducer {
     const uint32_t stage = ring_stage(i);
     mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity(i) ^ 1);
     shared_.k_block[stage] = block;
-    if (block.masked_by_columns()) shared_.k_mask_bits[stage] = shared_.next_mask_bits;
     load_block<Tile::kChunks>(&maps_.k, shared_address(&shared_.barriers.k_full[stage]),
                               smem_.k(stage), block.block(), work.kv_head, work.k_batch);
   }

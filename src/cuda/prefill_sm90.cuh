@@ -12,6 +12,7 @@
 #include <cfloat>
 
 #include "device.h"
+#include "mask_bits_sm90.cuh"
 #include "params.h"
 #include "prefill_consumer_sm90.cuh"
 #include "prefill_inspector_sm90.cuh"
@@ -135,7 +136,7 @@ inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, 
     // returns.
     static std::atomic<uint64_t> launches{0};
     constexpr uint64_t kTagBase = 0xfff7000000;
-    grid.counter = params.tile_counter;
+    grid.counter = static_cast<uint64_t*>(params.workspace);
     grid.counter_tag = kTagBase | (launches.fetch_add(1, std::memory_order_relaxed) & 0xffffff);
   }
   return grid;
@@ -201,20 +202,42 @@ PrefillScale<Tile> prefill_scale(const PrefillParams& params) {
     return std::max(static_cast<float>(params.scores.scale) * kLog2e, FLT_MIN);
 }
 
+// In the workspace, behind the tile counter.
+inline Status pack_mask(const TileSm90& tile, const PrefillParams& params, PackedMask* packed,
+                        const Device& device, cudaStream_t stream) {
+  if (params.features.mask.data == nullptr) return {};
+  *packed = PackedMask(tile, params.problem, params.features.mask);
+  if (params.workspace_size < kTileCounterBytes + packed->bytes())
+    return {"prefill_sm90: the workspace is too small for the mask"};
+  char* const memory = static_cast<char*>(params.workspace) + kTileCounterBytes;
+  packed->words = reinterpret_cast<uint32_t*>(memory);
+  packed->seen = reinterpret_cast<uint8_t*>(memory + packed->words_bytes());
+  return launch_pack_mask(tile, params, *packed, device, stream);
+}
+
 template <class T, int TileIndex>
 Status launch_prefill_tile_sm90(const PrefillParams& params, const Device& device,
                                 cudaStream_t stream) {
   using Tile = PrefillTile<TileIndex>;
+  if (params.workspace_size < kTileCounterBytes)
+    return {"prefill_sm90: the workspace is smaller than the tile counter"};
   TileGrid grid = prefill_grid(Tile::kTile, params, device.sm_count);
   PrefillMaps maps = {};
   if (Status status = encode_prefill_maps(&maps, params, grid, Tile::kTile); !status.ok())
     return {"prefill_sm90: " + status.message};
+  if constexpr (Tile::kAnyMask) {
+    if (Status s = pack_mask(Tile::kTile, params, &grid.mask, device, stream); !s.ok()) return s;
+  }
   PrefillScale<Tile> scale = prefill_scale<Tile>(params);
   PrefillParams kernel_params = params;
   void* args[] = {&maps, &kernel_params, &grid, &scale};
-  const Launch what = {"prefill_sm90", reinterpret_cast<const void*>(&prefill_sm90_kernel<T, Tile>),
-                       dim3(std::min(grid.tiles, device.sm_count)), Tile::kTile.threads(),
-                       Tile::kTile.shared_memory(params.features.bias.data != nullptr)};
+  const Launch what = {"prefill_sm90",
+                       reinterpret_cast<const void*>(&prefill_sm90_kernel<T, Tile>),
+                       dim3(std::min(grid.tiles, device.sm_count)),
+                       Tile::kTile.threads(),
+                       Tile::kTile.shared_memory(params.features.bias.data != nullptr),
+                       1,
+                       grid.mask.words != nullptr};
   return launch(what, args, device, stream);
 }
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "fast_divisor.cuh"
+#include "mask_bits.h"
 #include "params.h"
 
 namespace flashattn {
@@ -34,6 +35,7 @@ struct TileGrid {
   uint64_t counter_tag;     // 40 bits, this launch's own
   FastDivisor by_packed_heads;
   FastDivisor bias_batches;
+  PackedMask mask;  // without words if the call has none
 };
 
 // The block counter lies in memory that nobody initialised. A word counts for this launch once its
