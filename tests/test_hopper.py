@@ -468,6 +468,10 @@ HIDING = [
     dict(segments=40, sinks=True, layout="BNTH", q_heads=6, kv_heads=2),
     dict(segments=4, sinks=True, window=(200, 0), kv_lengths=(400,), q_lengths=(333,)),
     dict(segments=4, softcap=20.0, alibi=True, sinks=True, window=(300, 0)),
+    dict(mask="BNTS", q_heads=6, kv_heads=2),
+    dict(mask="B__S", causal=False, q_len=390, kv_len=500, layout="BNTH"),
+    dict(mask="_NT_", sinks=True, kv_lengths=(400,), q_lengths=(333,)),
+    dict(mask="B_TS", segments=4, softcap=20.0, alibi=True, window=(300, 0), q_len=448),
 ]
 
 
@@ -498,6 +502,29 @@ def test_segments_of_many_steps_of_gradients(platform, padding, order):
     expected = truth.gradients(dout, dlse, **arrays, **ids)
     measure = xla.gradients(dout, dlse, **arrays, **ids)
     _, lse = truth.attention(**arrays, **ids)
+    for name in ours:
+        check_gradient(ours[name], expected[name], measure[name], name, case.dtype, lse)
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", ["BNTS", "BN_S", "B___"])
+@pytest.mark.parametrize("head_dim,deterministic", [*BOTH_WAYS, (64, True)])
+def test_sparse_mask_of_gradients(platform, head_dim, deterministic, shape):
+    """Blocks without a visible pair, heads of a group that see nothing at all, rows without a key."""
+    case = LONG.replace(batch=2, q_heads=6, kv_heads=2, head_dim=head_dim, mask=shape)
+    arrays = make_inputs(case, poison=False)
+    mask = arrays["mask"]
+    mask[...] = True
+    mask[..., 130:380] = False
+    mask[:, 1:2] = mask[:, 3:] = False
+    mask[:, :, 40:300] &= np.arange(mask.shape[3]) % 7 == 0
+    mask[1, ..., :5] = False
+    dout, dlse = make_cotangents(case)
+    attend = functools.partial(jax_flashattn.prefill, return_lse=True, deterministic=deterministic)
+    ours = gradients(attend, arrays, dout, dlse)
+    expected = truth.gradients(dout, dlse, **arrays)
+    measure = xla.gradients(dout, dlse, **arrays)
+    _, lse = truth.attention(**arrays)
     for name in ours:
         check_gradient(ours[name], expected[name], measure[name], name, case.dtype, lse)
 

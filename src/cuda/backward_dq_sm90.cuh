@@ -70,6 +70,7 @@ struct BackwardDqGrid {
   float scale, scale_log2;
   BackwardWorkspace workspace;
   BackwardCap cap;
+  BackwardMask mask;
 };
 
 // ---- which rows a block owns and which keys they see; in shared memory, as BackwardTask
@@ -124,16 +125,17 @@ __device__ inline BackwardDqTask find_dq_task(const PrefillParams& forward,
 // A featured block's steps, by the whole block, once it knows its task. L is its layout.
 template <class L>
 __device__ void count_blocks(FoundSteps<L::kKeys>& steps, BackwardDqTask& task,
-                             const BackwardParams& params, const BackwardWorkspace& workspace) {
+                             const BackwardParams& params, const BackwardDqGrid& grid) {
   if (threadIdx.x == 0) {
     const Features& features = params.forward.features;
-    const UnitRanges ranges(workspace.dq_segments, {L::kRows, L::kKeys}, params.forward.problem,
-                            task.b);
-    steps.fill(params.forward, features.query_segments, ranges.queries + task.first_row / L::kRows,
-               features.key_segments, ranges.keys, task.b, workspace.again);
+    const UnitRanges ranges(grid.workspace.dq_segments, {L::kRows, L::kKeys},
+                            params.forward.problem, task.b);
+    const int block = task.first_row / L::kRows;
+    steps.fill(params.forward, features.query_segments, ranges.queries + block,
+               features.key_segments, ranges.keys, grid.mask, task.b, block, 0, grid.workspace);
   }
   __syncthreads();
-  steps.count(task.blocks.begin, task.blocks.end);
+  steps.count(task.blocks.begin, task.blocks.end, task.head, 1);
   if (threadIdx.x == 0 && steps.count() == 0) task.blocks = {0, 0};
   __syncthreads();
 }
@@ -160,7 +162,7 @@ __device__ __forceinline__ void produce_dq(const BackwardDqMaps& maps, const Bac
   for (int block = steps.back_from(task.blocks.end - 1, task.blocks.begin);
        block >= task.blocks.begin; block = steps.back_from(block - 1, task.blocks.begin)) {
     mbarrier_wait(barriers.k_empty + 8 * k_ring.stage, k_ring.phase ^ 1);
-    steps.note(k_ring.stage, block, task.head);
+    steps.note(k_ring.stage, block);
     loader.template load<L::kKeys>(smem + L::kK + k_ring.stage * L::kKeyBytes, &maps.k,
                                    barriers.k_full + 8 * k_ring.stage, block * L::kKeys, kv_head,
                                    task.b % forward.k.batches, task.keys, forward.problem.kv_len,
@@ -348,7 +350,7 @@ class BackwardDqConsumer {
     const StepNote note = steps_.note_of(k_ring_.stage);
     block_ = note.step();
     const bool is_cut = !task_.plain.has(block_);
-    hides_ = is_cut || note.mixed();
+    hides_ = is_cut || note.mixed() || note.masked();
     check(s_);
     const int stage = k_ring_.stage, first_key = block_ * kKeys + 2 * (thread_ & 3);
     // The other way round, since here the columns are keys.
@@ -364,6 +366,7 @@ class BackwardDqConsumer {
                                       task_.first_key(first_row() + 8) - first_key, hidden);
     }
     if (note.mixed()) hide_other_segments<kKeys>(s_, steps_, stage, first_row(), hidden);
+    if (note.masked()) hide_by_mask<kKeys>(s_, steps_, stage, first_row(), hidden);
     if (grid_.cap.is_given()) {
       if (steps_.has_alibi())
         finish_capped<T, true>(s_, grid_.cap, steps_.log2_slope(stage), distance, lse2_of);
@@ -458,7 +461,7 @@ __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) barriers.init();
   if (threadIdx.x == 32) task = find_dq_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
-  if constexpr (Featured) count_blocks<L>(steps, task, params, grid.workspace);
+  if constexpr (Featured) count_blocks<L>(steps, task, params, grid);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
@@ -499,7 +502,8 @@ Status launch_backward_dq_sm90(const BackwardParams& params, const Device& devic
                       scale,
                       scale * kLog2e,
                       BackwardWorkspace(params),
-                      BackwardCap(forward.scores)};
+                      BackwardCap(forward.scores),
+                      backward_mask(params, false)};
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};
   const unsigned blocks =

@@ -12,6 +12,7 @@
 
 #include "backward_plan.h"
 #include "backward_sm90_parts.cuh"
+#include "mask_bits_sm90.cuh"
 #include "params.h"
 #include "score.cuh"
 
@@ -57,13 +58,61 @@ struct UnitRanges {
              problem.batch * units.query_units(problem) + b * units.key_units(problem)) {}
 };
 
-// A step, and whether segments hide any of it, in one word.
+struct PackMaskTask {
+  Broadcast mask;
+  BackwardMask packed;
+  int64_t owned_stride, walked_stride;
+  int last_owned, last_walked;
+  int entries;  // of a unit, a multiple of 16
+};
+
+// A block of threads packs what a block owns, a thread an entry, for one unit that it walks over.
+// The last entries stand for those beyond.
+__global__ static void __launch_bounds__(128)
+    backward_mask_kernel(const __grid_constant__ PackMaskTask task) {
+  const BackwardMask& packed = task.packed;
+  const int unit = blockIdx.x % packed.units, block = blockIdx.x / packed.units % packed.blocks;
+  const int plane = blockIdx.x / packed.units / packed.blocks;
+  const int entry = block * blockDim.x + threadIdx.x;
+  const uint8_t* const mask =
+      static_cast<const uint8_t*>(task.mask.data) + plane / packed.heads * task.mask.batch +
+      plane % packed.heads * task.mask.head + min(entry, task.last_owned) * task.owned_stride;
+  constexpr uint32_t kAllSeen = 0x01010101;
+  uint32_t any = 0, all = kAllSeen, words[4] = {};
+#pragma unroll 2
+  for (int i = 0; i < task.entries / 16; ++i) {
+    const uint4 bytes =
+        load_mask(mask, task.walked_stride, unit * task.entries + 16 * i, task.last_walked);
+    any |= bytes.x | bytes.y | bytes.z | bytes.w;
+    all &= bytes.x & bytes.y & bytes.z & bytes.w;
+    const uint32_t nibbles = quad_nibbles(bytes);
+#pragma unroll
+    for (int lane = 0; lane < 4; ++lane)
+      words[lane] |= (nibbles >> 8 * (lane / 2 + lane % 2 * 2) & 0xf) << 4 * i;
+  }
+  if (entry < packed.owned) {
+#pragma unroll
+    for (int lane = 0; lane < 4; ++lane)
+      packed.words[((int64_t{plane} * packed.units + unit) * 4 + lane) * packed.owned + entry] =
+          words[lane];
+  }
+  const bool some = __syncthreads_or(any != 0), whole = __syncthreads_and(all == kAllSeen);
+  if (threadIdx.x == 0)
+    packed.seen[(int64_t{plane} * packed.blocks + block) * packed.units + unit] =
+        (some ? BackwardMask::kAny : 0) | (whole ? BackwardMask::kAll : 0);
+}
+
+// A step, whether it is the block's last, whether segments hide any of it, and whether the mask
+// does, in one word.
 class StepNote {
  public:
   StepNote() = default;  // so that it can lie in shared memory
-  __device__ StepNote(int step, bool mixed) : code_(2 * step + mixed) {}
-  __device__ int step() const { return code_ >> 1; }
+  __device__ StepNote(int step, bool last, bool mixed, bool masked)
+      : code_(8 * step + 4 * last + 2 * masked + mixed) {}
+  __device__ int step() const { return code_ >> 3; }
+  __device__ bool last() const { return code_ & 4; }
   __device__ bool mixed() const { return code_ & 1; }
+  __device__ bool masked() const { return code_ & 2; }
 
  private:
   int code_;
@@ -89,9 +138,28 @@ struct BackwardCap {
 
 // The steps of the plain kernels: every one.
 struct EveryStep {
+  __device__ __forceinline__ void begin_head(int, int64_t) {}
+  __device__ __forceinline__ int head(int head) const { return head; }
   __device__ __forceinline__ int from(int step, int) const { return step; }
   __device__ __forceinline__ int back_from(int step, int) const { return step; }
-  __device__ __forceinline__ void note(int, int, int) {}
+  __device__ __forceinline__ bool is_first(bool of_all, int, int) const { return of_all; }
+  __device__ __forceinline__ void note(int, int) {}
+};
+
+// A BackwardMask that can lie in shared memory.
+struct BackwardMaskTask {
+  const uint32_t* words;
+  const uint8_t* seen;
+  int heads, units, blocks, owned;
+
+  __device__ void operator=(const BackwardMask& mask) {
+    words = mask.words;
+    seen = mask.seen;
+    heads = mask.heads;
+    units = mask.units;
+    blocks = mask.blocks;
+    owned = mask.owned;
+  }
 };
 
 // Those of the featured ones. Entries: of the side that is walked over, a step. Lies in shared
@@ -99,14 +167,21 @@ struct EveryStep {
 template <int Entries>
 class FoundSteps {
  public:
-  // By one thread, before a barrier. `owned` and `walked` are segment ids, or null.
+  // By one thread, before a barrier. `owned` and `walked` are segment ids, or null; the block owns
+  // block `block` of entries.
   __device__ void fill(const PrefillParams& forward, const Table<const int32_t>& owned,
                        const SegmentRange* own, const Table<const int32_t>& walked,
-                       const SegmentRange* walked_ranges, int b, float* again) {
+                       const SegmentRange* walked_ranges, const BackwardMask& mask, int b,
+                       int block, int step_floats, const BackwardWorkspace& workspace) {
     const Table<const float>& slopes = forward.features.alibi_slopes;
     slopes_ = slopes ? slopes.row(b) : nullptr;
     shift_ = Sequence(forward, b).shift;
-    again_ = again;
+    again_ = workspace.again;
+    all_dq_ = workspace.dq;
+    step_floats_ = step_floats;
+    mask_ = mask;
+    plane_ = static_cast<int>(mask.plane(b, 0));
+    block_ = mask.blocks == 1 ? 0 : block;
     walked_ = nullptr;
     if (!walked) return;
     owned_ = owned.row(b);
@@ -118,22 +193,56 @@ class FoundSteps {
     most_ = own->most;
   }
 
-  // Finds how many of the steps [begin, end) are to be done. By the whole block, which meets.
-  __device__ void count(int begin, int end) {
-    int found = end - begin;
-    if (walked_) {
-      found = 0;
-      for (int step = begin; step < end; step += blockDim.x)
-        found += __syncthreads_count(is_to_be_done(step + threadIdx.x, begin, end));
+  // Finds how many of the steps [begin, end) of these heads are to be done, and the first of them.
+  // By the whole block, which meets.
+  __device__ void count(int begin, int end, int first_head, int heads) {
+    const int different = mask_.heads == 1 ? 1 : heads;
+    int found = hides() ? 0 : end - begin, first = hides() ? heads : 0;
+    if (hides()) {
+      for (int i = different; i-- > 0;) {
+        if (threadIdx.x < 32) begin_head(first_head + i);
+        __syncthreads();
+        int of_head = 0;
+        for (int step = begin; step < end; step += blockDim.x)
+          of_head += __syncthreads_count(is_to_be_done(step + threadIdx.x, begin, end));
+        if (of_head > 0) first = i;
+        found += of_head;
+      }
     }
-    if (threadIdx.x == 0) count_ = found;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      begin_head(first_head + first);
+      const int step = from(begin, end);
+      if (threadIdx.x == 0) {
+        count_ = left_ = found * (heads / different);
+        first_head_ = first_head + first;
+        first_step_ = step;
+      }
+    }
     __syncthreads();
   }
   __device__ __forceinline__ int count() const { return count_; }
+  __device__ __forceinline__ bool is_first(bool, int head, int step) const {
+    return head == first_head_ && step == first_step_;
+  }
 
-  // The first step to be done from this one on, or `end`. By a whole warp, as what follows.
+  // By a whole warp, as what follows: the steps are now those of this query head.
+  __device__ __forceinline__ void begin_head(int head, int64_t first_row = 0) {
+    if (threadIdx.x % 32 == 0) {
+      head_dq_ = all_dq_ + first_row * (step_floats_ / Entries);
+      const int64_t plane = plane_ + (mask_.heads == 1 ? 0 : head);
+      head_ = head;
+      head_seen_ = mask_.seen + (plane * mask_.blocks + block_) * mask_.units;
+      head_words_ = mask_.words + plane * mask_.units * 4 * mask_.owned;
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ int head(int) const { return head_; }
+
+  // The first step to be done from this one on, or `end`.
   __device__ __forceinline__ int from(int step, int end) const {
-    if (!walked_) return step;
+    if (!hides()) return step;
     for (; step < end; step += 32) {
       const int mine = step + threadIdx.x % 32;
       const uint32_t found = __ballot_sync(~0u, is_to_be_done(mine, step, end));
@@ -143,7 +252,7 @@ class FoundSteps {
   }
   // The same downwards, or begin - 1.
   __device__ __forceinline__ int back_from(int step, int begin) const {
-    if (!walked_) return step;
+    if (!hides()) return step;
     for (; step >= begin; step -= 32) {
       const int mine = step - static_cast<int>(threadIdx.x % 32);
       const uint32_t found = __ballot_sync(~0u, is_to_be_done(mine, begin, step + 1));
@@ -152,12 +261,18 @@ class FoundSteps {
     return begin - 1;
   }
 
-  // Tells the consumers which step of which query head a stage has, before its barrier completes.
-  __device__ __forceinline__ void note(int stage, int step, int head) {
+  // Tells the consumers which step a stage has, before its barrier completes.
+  __device__ __forceinline__ void note(int stage, int step) {
     const int lane = threadIdx.x % 32;
-    const StepNote note(step, walked_ && !of_step(step).is_only(own()));
-    if (lane == 0) notes_[stage] = note;
-    if (lane == 0 && slopes_) log2_slopes_[stage] = __ldg(slopes_ + head) * kLog2e;
+    const StepNote note(step, left_ == 1, walked_ && !of_step(step).is_only(own()),
+                        mask_.words && !(seen(step) & BackwardMask::kAll));
+    if (lane == 0) {
+      notes_[stage] = note;
+      --left_;
+      heads_[stage] = head_;
+      dq_[stage] = head_dq_ + int64_t{step} * step_floats_;
+      words_[stage] = head_words_ + int64_t{unit(step)} * 4 * mask_.owned;
+    }
     if (note.mixed())
 #pragma unroll 1
       for (int i = lane; i < Entries; i += 32)
@@ -168,7 +283,16 @@ class FoundSteps {
   // ---- the consumers' side
   __device__ __forceinline__ StepNote note_of(int stage) const { return notes_[stage]; }
   __device__ __forceinline__ bool has_alibi() const { return slopes_ != nullptr; }
-  __device__ __forceinline__ float log2_slope(int stage) const { return log2_slopes_[stage]; }
+  __device__ __forceinline__ float* dq_of(int stage) const { return dq_[stage]; }
+  __device__ __forceinline__ float log2_slope(int stage) const {
+    return __ldg(slopes_ + heads_[stage]) * kLog2e;
+  }
+  // What the mask shows this thread of a stage to an owned entry and the one 8 further.
+  __device__ __forceinline__ uint2 mask_words(int stage, int entry) const {
+    const uint32_t* words = words_[stage] + (threadIdx.x & 3) * mask_.owned;
+    if (mask_.owned == 1) return {__ldg(words), __ldg(words)};
+    return {__ldg(words + entry), __ldg(words + entry + 8)};
+  }
   __device__ __forceinline__ float distance(int row, int key) const {
     return static_cast<float>(row + shift_ - key);
   }
@@ -184,7 +308,7 @@ class FoundSteps {
   // are not: those of one row of the fragment, and of one column, tell.
   template <int N>
   __device__ __forceinline__ void check(const float (&products)[N]) const {
-    if (!walked_) return;
+    if (!hides()) return;
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < N; ++i)
@@ -194,7 +318,7 @@ class FoundSteps {
   // Only what row 0 or 1 of the fragment tells of the columns.
   template <int N>
   __device__ __forceinline__ void check_columns(const float (&products)[N], int row) const {
-    if (!walked_) return;
+    if (!hides()) return;
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < N; i += 4)
@@ -212,9 +336,14 @@ class FoundSteps {
     segments.most = range.y;
     return segments;
   }
+  __device__ __forceinline__ int unit(int step) const { return mask_.units == 1 ? 0 : step; }
+  __device__ __forceinline__ int seen(int step) const { return __ldg(head_seen_ + unit(step)); }
   __device__ __forceinline__ bool is_to_be_done(int step, int begin, int end) const {
-    return step >= begin && step < end && of_step(step).overlaps(own());
+    return step >= begin && step < end && (!walked_ || of_step(step).overlaps(own())) &&
+           (!mask_.words || seen(step) & BackwardMask::kAny);
   }
+  // Whether anything but the band hides pairs.
+  __device__ __forceinline__ bool hides() const { return walked_ || mask_.words; }
   __device__ __forceinline__ SegmentRange own() const {
     SegmentRange range;
     range.least = least_;
@@ -224,14 +353,23 @@ class FoundSteps {
 
   alignas(16) int32_t segments_[2][Entries];  // of the steps that are mixed
   StepNote notes_[2];
-  float log2_slopes_[2];
+  int heads_[2];
+  float* dq_[2];  // where its dQ is added up, and that of a head's first step
+  float *head_dq_, *all_dq_;
+  int step_floats_;
+  int first_head_, first_step_;
+  BackwardMaskTask mask_;
+  const uint32_t* words_[2];
+  const uint32_t* head_words_;
+  const uint8_t* head_seen_;
+  int head_, plane_, block_;
   const float* slopes_;  // of the sequence's heads, or null
   int shift_;
   const int32_t *owned_, *walked_;  // segments of the sequence; walked_ is null without
   const SegmentRange* ranges_;      // of the steps
   int last_owned_, last_walked_;
   int least_, most_;  // of the block's own segments
-  int count_;
+  int count_, left_;  // steps in all, and not yet noted
   float* again_;
 };
 
@@ -265,6 +403,16 @@ __device__ __forceinline__ void hide_other_segments(float (&x)[Columns / 2],
     for (int i = 0; i < 4; ++i)
       if ((i & 1 ? walked.y : walked.x) != (i < 2 ? own : own_8)) x[4 * j + i] = hidden;
   }
+}
+
+template <int Columns>
+__device__ __forceinline__ void hide_by_mask(float (&x)[Columns / 2],
+                                             const FoundSteps<Columns>& steps, int stage, int entry,
+                                             float hidden) {
+  const uint2 seen = steps.mask_words(stage, entry);
+#pragma unroll
+  for (int i = 0; i < Columns / 2; ++i)
+    if (!((i / 2 % 2 == 0 ? seen.x : seen.y) >> (2 * (i / 4) + i % 2) & 1)) x[i] = hidden;
 }
 
 // A number each of two columns, or of two rows: what the four elements of a fragment have of it.

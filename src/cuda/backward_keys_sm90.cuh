@@ -74,15 +74,9 @@ class BackwardConsumer {
         smem_(smem),
         warpgroup_(warpgroup),
         thread_(threadIdx.x & 127) {
-    const int lane = thread_ & 31, warp = thread_ >> 5;
-    stats_ = smem + (lane & 3) * 8;
-    // stmatrix.trans: lane l writes query row 8 (l / 16) + l % 8, keys 16 warp + 8 (l / 8 % 2) +
-    // 0..7.
-    ds_store_ = smem + L::kDs + warpgroup * L::kDsChunk + (8 * (lane >> 4) + (lane & 7)) * 128 +
-                (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    stats_ = stats_place(thread_);
+    ds_store_ = ds_place(thread_);
     dq_store_ = smem + L::kDq + warpgroup * L::kDqBytes + thread_ * 16;
-    if constexpr (Featured)
-      opaque(dq_store_);  // else what it has in common with ds_store_ takes a register
   }
 
   __device__ __forceinline__ void run() {
@@ -103,6 +97,26 @@ class BackwardConsumer {
   }
 
  private:
+  __device__ __forceinline__ uint32_t stats_place(int thread) const {
+    return smem_ + (thread & 3) * 8;
+  }
+  // stmatrix.trans: lane l writes query row 8 (l / 16) + l % 8, keys 16 warp + 8 (l / 8 % 2) +
+  // 0..7.
+  __device__ __forceinline__ uint32_t ds_place(int thread) const {
+    const int lane = thread & 31, warp = thread >> 5;
+    return smem_ + L::kDs + warpgroup_ * L::kDsChunk + (8 * (lane >> 4) + (lane & 7)) * 128 +
+           (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+  }
+  // Features leave too few registers to keep such places: they are worked out again, from the
+  // thread as the hardware has it.
+  __device__ __forceinline__ int thread_again() const { return opaque_thread() & 127; }
+  __device__ __forceinline__ uint32_t stats() const {
+    return Featured ? stats_place(thread_again()) : stats_;
+  }
+  __device__ __forceinline__ uint32_t ds_store() const {
+    return Featured ? ds_place(thread_again()) : ds_store_;
+  }
+
   // All steps but the first.
   __device__ __forceinline__ void walk() {
     // Every loop edge below is a full wait: accumulators in flight from one loop, or from the
@@ -139,17 +153,10 @@ class BackwardConsumer {
 
   // With features any step may need a mask: there is one loop.
   __device__ __forceinline__ void walk_found() {
-    int left = steps_.count() - 1;
 #pragma unroll 1
-    for (int g = 0;;) {
-#pragma unroll 1
-      for (; left > 0; --left) {
-        step<true>();
-        wgmma_wait<0>();
-      }
-      if (++g == grid_.group) break;
-      begin_head(g);
-      left = steps_.count();
+    while (!is_last_) {
+      step<true>();
+      wgmma_wait<0>();
     }
   }
 
@@ -180,7 +187,7 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ uint32_t delta() const {
-    return stats_ + L::kDelta + ring_.stage * L::kStatBytes;
+    return stats() + L::kDelta + ring_.stage * L::kStatBytes;
   }
 
   __device__ __forceinline__ void issue_scores() {
@@ -217,10 +224,13 @@ class BackwardConsumer {
 
   template <bool Masked>
   __device__ __forceinline__ void exponentials() {
-    const uint32_t lse2 = stats_ + L::kLse + ring_.stage * L::kStatBytes;
+    const uint32_t lse2 = stats() + L::kLse + ring_.stage * L::kStatBytes;
     if constexpr (Featured) {
-      step_ = steps_.note_of(ring_.stage).step();
-      featured_probabilities<T, kRows>(s_, lse2, grid_, task_, steps_, ring_.stage, first_key());
+      is_last_ = steps_.note_of(ring_.stage).last();
+      const int thread = thread_again();
+      featured_probabilities<T, kRows>(
+          s_, lse2, grid_, task_, steps_, ring_.stage,
+          task_.first_key + 64 * warpgroup_ + thread / 32 * 16 + thread % 32 / 4);
       return;
     }
     const int first_row = step_ * kRows + 2 * (thread_ & 3);
@@ -253,14 +263,17 @@ class BackwardConsumer {
   // This warpgroup's half of dS, transposed to rows of queries. kDsBarrier, before issue_dq(),
   // publishes it, and with it that the previous dQ has left its buffer.
   __device__ __forceinline__ void store_ds() {
-    const uint32_t base = ds_store_ + ring_.stage * L::kDsBytes;
+    const uint32_t base = ds_store() + ring_.stage * L::kDsBytes;
 #pragma unroll
     for (int j = 0; j < kRows / 16; ++j)
       stmatrix_x4_trans(base + j * 2048, ds_[4 * j], ds_[4 * j + 1], ds_[4 * j + 2],
                         ds_[4 * j + 3]);
     fence_async_proxy();
     bulk_wait_read<0>();
-    dq_target_ = dq_head_ + static_cast<int64_t>(step_) * (kRows * HeadDim);
+    if constexpr (Featured)
+      dq_target_ = steps_.dq_of(ring_.stage) + warpgroup_ * (L::kDqBytes / 4);
+    else
+      dq_target_ = dq_head_ + static_cast<int64_t>(step_) * (kRows * HeadDim);
   }
 
   __device__ __forceinline__ void next_block() {
@@ -349,8 +362,9 @@ class BackwardConsumer {
       release_q(ring_.stage ^ 1);  // dK of the block before is complete
     exponentials<Masked>();
     if constexpr (kTogether) {
-      // Passes at once; its branch keeps the exponentials ahead of the wait for dP.
-      mbarrier_wait(dout_full, ring_.phase);
+      // Passes at once; its branch keeps the exponentials ahead of the wait for dP. Features have
+      // branches enough.
+      if constexpr (!Featured) mbarrier_wait(dout_full, ring_.phase);
       wgmma_wait<0>();
       form_ds<Masked>();
       pack_p();
@@ -458,6 +472,7 @@ class BackwardConsumer {
   uint32_t p_[kRows / 4], ds_[kRows / 4];
   uint32_t stats_, ds_store_, dq_store_;
   int step_ = 0;
+  bool is_last_ = false;           // Featured only: this step
   RingPosition<L::kStages> ring_;  // of Q, lse2, dO, delta and dS
   float *dq_head_ = nullptr, *dq_target_ = nullptr;
 };
@@ -513,7 +528,7 @@ __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) barriers.init();
   if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
-  if constexpr (Featured) count_steps<L>(steps, task, params, grid.workspace);
+  if constexpr (Featured) count_steps<L>(steps, task, params, grid);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();

@@ -115,7 +115,7 @@ constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127
 
 // Whether the featured kernels run, which look at more than the band of the window.
 constexpr bool backward_is_featured(const PrefillParams& forward) {
-  return forward.features.query_segments.data != nullptr ||
+  return forward.features.query_segments.data != nullptr || forward.features.mask.data != nullptr ||
          forward.features.alibi_slopes.data != nullptr || forward.scores.softcap > 0.0;
 }
 
@@ -123,7 +123,7 @@ constexpr bool backward_is_featured(const PrefillParams& forward) {
 // kernel that meets a product that is not finite where pairs are hidden says so in the workspace,
 // and the generic kernels, launched behind these, do the call again.
 constexpr bool backward_may_be_done_again(const PrefillParams& forward) {
-  return forward.features.query_segments.data != nullptr;
+  return forward.features.query_segments.data != nullptr || forward.features.mask.data != nullptr;
 }
 
 // Query rows and keys that a kernel owns and walks over at a time. With segments, the least and the
@@ -155,17 +155,55 @@ constexpr int64_t backward_segment_ranges(const Problem& problem) {
   return problem.batch * (kLeast.query_units(problem) + kLeast.key_units(problem));
 }
 
+// The boolean mask as one of the kernels reads it, packed ahead of it: a word for an entry that it
+// owns, a unit that it walks over and a lane of a quad; bit 2 j + e is for entry 8 j + 2 lane + e
+// of the unit. What the mask does not vary with has one entry.
+struct BackwardMask {
+  uint32_t* words = nullptr;  // (batch, head, unit, lane, owned)
+  uint8_t* seen = nullptr;    // (batch, head, block, unit): kAny, kAll
+  int batches = 1, heads = 1, units = 1, blocks = 1, owned = 1;
+
+  static constexpr int kAny = 1, kAll = 2;  // some pair sees each other; all do
+
+  BackwardMask() = default;
+  constexpr BackwardMask(const Problem& problem, const Broadcast& mask, const BackwardUnits& of,
+                         bool owns_keys)
+      : batches(mask.batches), heads(mask.head == 0 ? 1 : problem.q_heads) {
+    const int64_t owned_stride = owns_keys ? mask.col : mask.row;
+    const int64_t walked_stride = owns_keys ? mask.row : mask.col;
+    if (walked_stride != 0)
+      units = static_cast<int>(owns_keys ? of.query_units(problem) : of.key_units(problem));
+    if (owned_stride == 0) return;
+    blocks = static_cast<int>(owns_keys ? of.key_units(problem) : of.query_units(problem));
+    owned = blocks * (owns_keys ? of.keys : of.queries);
+  }
+
+  constexpr int64_t planes() const { return int64_t{batches} * heads; }
+  constexpr int64_t plane(int b, int head) const {
+    return int64_t{b % batches} * heads + (heads == 1 ? 0 : head);
+  }
+  constexpr int64_t words_count() const { return planes() * units * 4 * owned; }
+  constexpr int64_t floats() const { return words_count() + (planes() * blocks * units + 3) / 4; }
+};
+
 // Floats of workspace: lse in log2 units and delta for every row, the accumulator of dQ and its two
-// counters a key/value head, the range of segments of each unit of either kernel, and whether the
-// call is to be done again.
-constexpr int64_t backward_workspace(const Problem& problem, bool deterministic) {
+// counters a key/value head, the range of segments of each unit of either kernel, whether the call
+// is to be done again, and the packed mask, if there is one.
+constexpr int64_t backward_workspace(const Problem& problem, bool deterministic,
+                                     const Broadcast* mask) {
+  const int head_dim = backward_head_dim_sm90(problem.widest_dim());
   const int64_t rows =
       int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
-  const int64_t segments = 2 * 2 * backward_segment_ranges(problem);
   const bool accumulates = backward_accumulates_dq(problem.widest_dim(), deterministic);
-  if (!accumulates) return rows * 2 + segments + 1;
-  return rows * (2 + backward_head_dim_sm90(problem.widest_dim())) +
-         2 * int64_t{problem.batch} * problem.kv_heads + segments + 1;
+  int64_t floats = rows * 2 + 2 * 2 * backward_segment_ranges(problem) + 1;
+  if (accumulates) floats += rows * head_dim + 2 * int64_t{problem.batch} * problem.kv_heads;
+  if (mask && head_dim != 0) {
+    const BackwardUnits units = backward_keys_units(head_dim, accumulates);
+    floats += BackwardMask(problem, *mask, units, true).floats();
+    if (!accumulates)
+      floats += BackwardMask(problem, *mask, backward_dq_units(head_dim), false).floats();
+  }
+  return floats;
 }
 
 struct BackwardWorkspace {
@@ -176,6 +214,7 @@ struct BackwardWorkspace {
   // SegmentRanges of the units of the two kernels: (B, query units), then (B, key units).
   float *keys_segments, *dq_segments;
   float* again;  // not 0: the call is to be done again
+  float* masks;  // packed, behind all else
 
   constexpr explicit BackwardWorkspace(const BackwardParams& params)
       : lse2(params.workspace),
@@ -186,7 +225,8 @@ struct BackwardWorkspace {
         padded_rows(0),
         keys_segments(nullptr),
         dq_segments(nullptr),
-        again(nullptr) {
+        again(nullptr),
+        masks(nullptr) {
     const Problem& problem = params.forward.problem;
     padded_rows = backward_padded_rows(problem.q_len);
     const int64_t rows = int64_t{problem.batch} * problem.q_heads * padded_rows;
@@ -199,8 +239,28 @@ struct BackwardWorkspace {
                         : dq;
     dq_segments = keys_segments + 2 * backward_segment_ranges(problem);
     again = dq_segments + 2 * backward_segment_ranges(problem);
+    masks = again + 1;
   }
 };
+
+// The packed masks of a call, in its workspace; without words if it has no mask.
+inline BackwardMask backward_mask(const BackwardParams& params, bool owns_keys) {
+  const Problem& problem = params.forward.problem;
+  const Broadcast& mask = params.forward.features.mask;
+  if (mask.data == nullptr) return {};
+  const int head_dim = backward_head_dim_sm90(problem.widest_dim());
+  const BackwardUnits units = backward_keys_units(
+      head_dim, backward_accumulates_dq(problem.widest_dim(), params.deterministic));
+  BackwardMask packed(problem, mask, units, true);
+  float* at = BackwardWorkspace(params).masks;
+  if (!owns_keys) {
+    at += packed.floats();
+    packed = BackwardMask(problem, mask, backward_dq_units(head_dim), false);
+  }
+  packed.words = reinterpret_cast<uint32_t*>(at);
+  packed.seen = reinterpret_cast<uint8_t*>(packed.words + packed.words_count());
+  return packed;
+}
 
 // Whether the Hopper kernels take a call, else why not.
 inline bool backward_sm90_supports(const BackwardParams& params, const char** reason) {
@@ -221,9 +281,7 @@ inline bool backward_sm90_supports(const BackwardParams& params, const char** re
   if (problem.head_dim % 8 != 0 || problem.value_dim % 8 != 0 ||
       backward_head_dim_sm90(problem.widest_dim()) == 0)
     return refuse("the Hopper backward takes head dims that are multiples of 8 up to 256");
-  const Features& features = forward.features;
-  if (features.bias.data || features.mask.data)
-    return refuse("the Hopper backward has no bias or mask");
+  if (forward.features.bias.data) return refuse("the Hopper backward has no bias");
   for (const Strided* x : {&forward.q, &forward.k, &forward.v, &forward.o, &params.dout, &params.dq,
                            &params.dk, &params.dv})
     if (!readable(*x)) return refuse("the Hopper backward takes operands aligned to 16 bytes");

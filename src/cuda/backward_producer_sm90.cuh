@@ -53,6 +53,7 @@ struct BackwardGrid {
   float scale, scale_log2;  // of the scores; in log2 units
   BackwardWorkspace workspace;
   BackwardCap cap;
+  BackwardMask mask;
 };
 
 // ---- which keys a block owns and which query rows it walks over. Lives in shared memory: what a
@@ -76,7 +77,7 @@ struct BackwardTask {
     return step < plain_begin || step >= plain_end;
   }
   __device__ __forceinline__ bool hides(StepNote note) const {
-    return note.mixed() || is_cut(note.step());
+    return note.mixed() || note.masked() || is_cut(note.step());
   }
 
   // First query row that sees this key, and the first after it that no longer does.
@@ -148,36 +149,39 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
   }
 #pragma unroll 1
   for (int g = 0; g < grid.group; ++g) {
-    const int head = task.kv_head * grid.group + g;
-    const auto stats_row = [&](int row) {
-      return (int64_t{task.b} * problem.q_heads + head) * grid.workspace.padded_rows + row;
+    const int head_of_g = task.kv_head * grid.group + g;
+    const auto first_row_of = [&](int head) {
+      return (int64_t{task.b} * problem.q_heads + head) * grid.workspace.padded_rows;
     };
+    steps.begin_head(head_of_g, first_row_of(head_of_g));
 #pragma unroll 1
-    for (int step = task.first_step; step < task.end_step;
+    for (int step = steps.from(task.first_step, task.end_step); step < task.end_step;
          step = steps.from(step + 1, task.end_step)) {
       const int row = step * L::kRows;
       const uint32_t q_full = barriers.q_full + 8 * ring.stage;
       mbarrier_wait(barriers.q_empty + 8 * ring.stage, ring.phase ^ 1);
-      steps.note(ring.stage, step, head);
+      steps.note(ring.stage, step);
       loader.template load<L::kRows>(smem + L::kQ + ring.stage * L::kQueryBytes, &maps.q, q_full,
-                                     row, head, task.q_batch, task.valid, problem.q_len,
-                                     L::kStatBytes);
+                                     row, steps.head(head_of_g), task.q_batch, task.valid,
+                                     problem.q_len, L::kStatBytes);
       if (lane == 0)
-        bulk_load(smem + L::kLse + ring.stage * L::kStatBytes, grid.workspace.lse2 + stats_row(row),
-                  L::kStatBytes, q_full);
+        bulk_load(smem + L::kLse + ring.stage * L::kStatBytes,
+                  grid.workspace.lse2 + first_row_of(steps.head(head_of_g)) + row, L::kStatBytes,
+                  q_full);
 
-      if (g == 0 && step == task.first_step)
+      if (steps.is_first(g == 0 && step == task.first_step, steps.head(head_of_g), step))
         loader.template load<L::kKeys>(smem + L::kV, &maps.v, barriers.v_full, task.first_key,
                                        task.kv_head, task.v_batch, task.keys, problem.kv_len, 0);
 
       const uint32_t dout_full = barriers.dout_full + 8 * ring.stage;
       mbarrier_wait(barriers.dout_empty + 8 * ring.stage, ring.phase ^ 1);
       loader.template load<L::kRows>(smem + L::kDout + ring.stage * L::kQueryBytes, &maps.dout,
-                                     dout_full, row, head, task.b, task.valid, problem.q_len,
-                                     L::kStatBytes);
+                                     dout_full, row, steps.head(head_of_g), task.b, task.valid,
+                                     problem.q_len, L::kStatBytes);
       if (lane == 0)
         bulk_load(smem + L::kDelta + ring.stage * L::kStatBytes,
-                  grid.workspace.delta + stats_row(row), L::kStatBytes, dout_full);
+                  grid.workspace.delta + first_row_of(steps.head(head_of_g)) + row, L::kStatBytes,
+                  dout_full);
       ring.advance();
     }
   }
@@ -193,20 +197,18 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
 // A featured block's steps, by the whole block, once it knows its task. L is its layout.
 template <class L>
 __device__ void count_steps(FoundSteps<L::kRows>& steps, BackwardTask& task,
-                            const BackwardParams& params, const BackwardWorkspace& workspace) {
+                            const BackwardParams& params, const BackwardGrid& grid) {
   if (threadIdx.x == 0) {
     const Features& features = params.forward.features;
-    const UnitRanges ranges(workspace.keys_segments, {L::kRows, L::kKeys}, params.forward.problem,
-                            task.b);
-    steps.fill(params.forward, features.key_segments, ranges.keys + task.first_key / L::kKeys,
-               features.query_segments, ranges.queries, task.b, workspace.again);
+    const UnitRanges ranges(grid.workspace.keys_segments, {L::kRows, L::kKeys},
+                            params.forward.problem, task.b);
+    const int block = task.first_key / L::kKeys;
+    steps.fill(params.forward, features.key_segments, ranges.keys + block, features.query_segments,
+               ranges.queries, grid.mask, task.b, block, L::kQueryBytes / 2, grid.workspace);
   }
   __syncthreads();
-  steps.count(task.first_step, task.end_step);
-  if (threadIdx.x < 32) {
-    const int first = steps.from(task.first_step, task.end_step);
-    if (threadIdx.x == 0) task.first_step = first;
-  }
+  steps.count(task.first_step, task.end_step, task.kv_head * grid.group, grid.group);
+  if (threadIdx.x == 0 && steps.count() == 0) task.end_step = task.first_step;
   __syncthreads();
 }
 
@@ -232,6 +234,7 @@ __device__ __forceinline__ void featured_probabilities(float (&s)[Rows / 2], uin
                       task.end_row(first_key + 8) - first_row, hidden);
   }
   if (note.mixed()) hide_other_segments<Rows>(s, steps, stage, first_key, hidden);
+  if (note.masked()) hide_by_mask<Rows>(s, steps, stage, first_key, hidden);
   if (grid.cap.is_given()) {
     if (steps.has_alibi())
       finish_capped<T, true>(s, grid.cap, steps.log2_slope(stage), distance, lse2_of);

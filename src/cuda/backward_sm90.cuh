@@ -82,7 +82,8 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
                     scale,
                     scale * kLog2e,
                     BackwardWorkspace(params),
-                    BackwardCap(forward.scores)};
+                    BackwardCap(forward.scores),
+                    backward_mask(params, true)};
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};
   const unsigned blocks = static_cast<unsigned>(grid.heads) * grid.key_blocks;
@@ -153,17 +154,43 @@ inline Status launch_backward_segments(const BackwardParams& params, BackwardUni
                 args, device, stream);
 }
 
+inline Status launch_backward_mask(const PrefillParams& forward, const BackwardMask& packed,
+                                   BackwardUnits units, bool owns_keys, const Device& device,
+                                   cudaStream_t stream) {
+  const Broadcast& mask = forward.features.mask;
+  if (mask.data == nullptr) return {};
+  const int last_query = forward.problem.q_len - 1, last_key = forward.problem.kv_len - 1;
+  PackMaskTask task{mask,
+                    packed,
+                    owns_keys ? mask.col : mask.row,
+                    owns_keys ? mask.row : mask.col,
+                    owns_keys ? last_key : last_query,
+                    owns_keys ? last_query : last_key,
+                    owns_keys ? units.queries : units.keys};
+  void* args[] = {&task};
+  const int64_t blocks = packed.planes() * packed.blocks * packed.units;
+  return launch({"backward_mask", reinterpret_cast<const void*>(&backward_mask_kernel),
+                 dim3(static_cast<unsigned>(blocks)), owns_keys ? units.keys : units.queries, 0},
+                args, device, stream);
+}
+
+// What hides pairs, as the kernels read it.
 template <int HeadDim>
-Status launch_backward_segments(const BackwardParams& params, const Device& device,
-                                cudaStream_t stream) {
+Status launch_backward_hiding(const BackwardParams& params, const Device& device,
+                              cudaStream_t stream) {
   if (!backward_may_be_done_again(params.forward)) return {};
   const BackwardWorkspace workspace(params);
   const bool accumulates = backward_accumulates_dq(HeadDim, params.deterministic);
-  const Status status = launch_backward_segments(params, backward_keys_units(HeadDim, accumulates),
-                                                 workspace.keys_segments, device, stream);
+  const auto prepare = [&](BackwardUnits units, float* ranges, bool owns_keys) {
+    if (Status s = launch_backward_segments(params, units, ranges, device, stream); !s.ok())
+      return s;
+    return launch_backward_mask(params.forward, backward_mask(params, owns_keys), units, owns_keys,
+                                device, stream);
+  };
+  const Status status =
+      prepare(backward_keys_units(HeadDim, accumulates), workspace.keys_segments, true);
   if (!status.ok() || accumulates) return status;
-  return launch_backward_segments(params, backward_dq_units(HeadDim), workspace.dq_segments, device,
-                                  stream);
+  return prepare(backward_dq_units(HeadDim), workspace.dq_segments, false);
 }
 
 // Last, so that nothing waits for it.
@@ -191,7 +218,7 @@ Status launch_backward_products(const BackwardParams& params, const Device& devi
 template <class T, int HeadDim>
 Status launch_backward_sm90(const BackwardParams& params, const Device& device,
                             cudaStream_t stream) {
-  if (Status s = launch_backward_segments<HeadDim>(params, device, stream); !s.ok()) return s;
+  if (Status s = launch_backward_hiding<HeadDim>(params, device, stream); !s.ok()) return s;
   if (Status s = launch_backward_products<T, HeadDim>(params, device, stream); !s.ok()) return s;
   return launch_backward_sinks(params, device, stream);
 }

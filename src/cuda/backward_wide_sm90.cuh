@@ -206,7 +206,7 @@ class BackwardWideScores
   // With features any step may need a mask.
   __device__ __forceinline__ void walk_found() {
 #pragma unroll 1
-    for (int left = steps_.count() * grid_.group; left > 0; --left) {
+    for (int left = steps_.count(); left > 0; --left) {
       step<true>();
       wgmma_wait<0>();
     }
@@ -344,7 +344,7 @@ class BackwardWideGradients
  private:
   __device__ __forceinline__ void walk_found() {
 #pragma unroll 1
-    for (int left = steps_.count() * grid_.group; left > 0; --left) step<true>();
+    for (int left = steps_.count(); left > 0; --left) step<true>();
   }
 
   __device__ __forceinline__ void walk() {
@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) barriers.init();
   if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
-  if constexpr (Featured) count_steps<L>(steps, task, params, grid.workspace);
+  if constexpr (Featured) count_steps<L>(steps, task, params, grid);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
