@@ -2,6 +2,7 @@
 // no driver: the runtime is linked statically, and nothing is called before a kernel is.
 #include <cuda_runtime_api.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -21,6 +22,7 @@
 #include "explain.h"
 #include "instances.h"
 #include "launch.h"
+#include "mask_bits.h"
 #include "selftest.h"
 
 namespace flashattn {

@@ -97,6 +97,9 @@ class PrefillProducer {
     while (true) {
       if (begins) begin_tile(tile);
       const FoundBlock found = finder_.next();
+      // Answered while the tile's last K and the V before wait for their buffers.
+      unsigned long long answer = 0;
+      if (!found.exists() && tile < grid_.tiles) answer = ask_for_next_tile();
       if (begins) {
         if (waiting.exists()) load_v(published_work(), block_ - 1, waiting);
         tile_.next();
@@ -121,7 +124,7 @@ class PrefillProducer {
       }
       block = found;
       begins = !found.exists();
-      if (begins) tile = next_tile(tile);
+      if (begins) tile = next_tile(tile, answer);
     }
     publish(shared_.next_work);
     publish_without_q();
@@ -193,19 +196,20 @@ class PrefillProducer {
     }
     // What comes next is worked out while the last V waits for its buffer: its divisions take as
     // long as the softmax of half a block, and nobody waits for them here.
-    tile = next_tile(tile);
+    tile = next_tile(tile, ask_for_next_tile());
     const TileWork next = work_of(tile);
     if (n >= 0) load_v(work, block_++, 0);
     return next;
   }
-  __device__ __forceinline__ int next_tile(int tile) {
-    if (grid_.counter == nullptr) return tile + static_cast<int>(gridDim.x);
-    if constexpr (kThreads == 1) return fetch_next_tile();
-    return __shfl_sync(~0u, is_loader() ? fetch_next_tile() : 0, 0);
-  }
-  __device__ __forceinline__ int fetch_next_tile() const {
+  __device__ __forceinline__ unsigned long long ask_for_next_tile() const {
+    if (grid_.counter == nullptr || !is_loader()) return 0;
     mbarrier_wait(shared_address(&shared_.barriers.counter_claimed), 0);
-    return fetch_tile(grid_);
+    return ask_for_tile(grid_);
+  }
+  __device__ __forceinline__ int next_tile(int tile, unsigned long long answer) const {
+    if (grid_.counter == nullptr) return tile + static_cast<int>(gridDim.x);
+    if constexpr (kThreads == 1) return answered_tile(grid_, answer);
+    return __shfl_sync(~0u, is_loader() ? answered_tile(grid_, answer) : 0, 0);
   }
 
   __device__ __forceinline__ void load_q(const TileWork& work, int warpgroup) {

@@ -56,11 +56,16 @@ __device__ inline void claim_counter(const TileGrid& grid) {
   }
 }
 
-// After claim_counter by a thread of this block.
-__device__ inline int fetch_tile(const TileGrid& grid) {
-  auto* word = reinterpret_cast<unsigned long long*>(grid.counter);
-  const int count = static_cast<int>(atomicAdd(word, 1ull) & ((1u << kCounterBits) - 1));
-  if (count == grid.tiles - 1) atomicExch(word, 0ull);
+// After claim_counter by a thread of this block. The answer is under way for as long as a third of
+// a step: ask early.
+__device__ inline unsigned long long ask_for_tile(const TileGrid& grid) {
+  return atomicAdd(reinterpret_cast<unsigned long long*>(grid.counter), 1ull);
+}
+// The tile that the answer means.
+__device__ inline int answered_tile(const TileGrid& grid, unsigned long long answer) {
+  const int count = static_cast<int>(answer & ((1u << kCounterBits) - 1));
+  if (count == grid.tiles - 1)
+    atomicExch(reinterpret_cast<unsigned long long*>(grid.counter), 0ull);
   return static_cast<int>(gridDim.x) + count;
 }
 
