@@ -373,21 +373,126 @@ def test_features_repeat_bit_by_bit(platform):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("ragged", [True, False])
 def test_many_tiles_of_few_blocks(platform, head_dim, value_dim, causal, ragged):
-    """Several tiles a multiprocessor, some without a key: every sequence as if it were alone."""
+    """Several tiles a multiprocessor, some without a key: no sequence sees its neighbours."""
     lengths = (0, 1, 500, 130, 256, 499) * 4 if ragged else None
     case = LONG.replace(batch=24, q_len=500, q_heads=8, kv_heads=8, head_dim=head_dim)
     case = case.replace(value_dim=value_dim, causal=causal, kv_lengths=lengths)
     arrays = make_inputs(case)
     out, lse = prefill(case, arrays)
+    backwards = {name: x[::-1].copy() for name, x in arrays.items()}
+    backwards_out, backwards_lse = prefill(case, backwards)
+    check_same(backwards_out[::-1], out)
+    check_same(backwards_lse[::-1], lse)
     for b in (0, 7, 10, 23):
         one = {name: x[b : b + 1] for name, x in arrays.items()}
         case_of_one = case.replace(batch=1, kv_lengths=lengths and lengths[b : b + 1])
-        out_of_one, lse_of_one = prefill(case_of_one, one)
-        check_same(out[b : b + 1], out_of_one)
-        check_same(lse[b : b + 1], lse_of_one)
         true_out, true_lse = truth.attention(**one, **case.options())
-        check(out_of_one, true_out, xla_prefill(case_of_one, one))
-        check_lse(lse_of_one, true_lse)
+        check(out[b : b + 1], true_out, xla_prefill(case_of_one, one))
+        check_lse(lse[b : b + 1], true_lse)
+
+
+# ---- few causal tiles at head dims up to 64: both warpgroups work on the rows of the longest ones
+
+FEW = LONG.replace(head_dim=64)
+SPLIT = "takes every other block of keys"
+
+
+def check_split(platform, case):
+    arrays = make_inputs(case)
+    operands = [arrays.pop(name) for name in ("query", "key", "value")]
+    explanation = jax_flashattn.explain("prefill", *operands, **arrays, **case.options())
+    assert SPLIT in explanation.details, explanation
+    check_prefill(platform, case)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize(
+    "lengths",
+    [(129, 129), (256, 256), (257, 257), (500, 500), (1024, 1024), (300, 1111), (1111, 300),
+     (64, 2000), (1, 1500), (700, 383), (640, 704)],
+    ids=str,
+)  # fmt: skip
+def test_split_tiles(platform, lengths, head_dim, dtype):
+    q_len, kv_len = lengths
+    case = FEW.replace(q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype)
+    check_split(platform, case)
+    check_split(platform, case.replace(alignment="top_left", layout="BNTH"))
+    ragged = dict(q_lengths=(q_len, q_len // 2 + 1, q_len), kv_lengths=(kv_len, kv_len - 60, 0))
+    check_split(platform, case.replace(batch=3, **ragged))
+
+
+@on_gpu
+@pytest.mark.parametrize("heads", [(8, 1), (7, 1), (6, 2), (40, 5)], ids=str)
+@pytest.mark.parametrize("lengths", [(9, 300), (20, 1500), (33, 2049)], ids=str)
+def test_split_tiles_of_packed_heads(platform, heads, lengths):
+    q_heads, kv_heads = heads
+    q_len, kv_len = lengths
+    case = FEW.replace(batch=2, q_len=q_len, kv_len=kv_len, q_heads=q_heads, kv_heads=kv_heads)
+    check_split(platform, case)
+    check_split(platform, case.replace(q_lengths=(q_len, 7), kv_lengths=(kv_len, kv_len // 2)))
+
+
+@on_gpu
+@pytest.mark.parametrize("q_len,q_heads", [(1024, 14), (2048, 12), (512, 16), (700, 33)])
+def test_split_tiles_beside_whole_ones(platform, q_len, q_heads):
+    """As many heads as leave only the longest tiles split, and blocks with two tiles."""
+    check_split(platform, FEW.replace(q_len=q_len, q_heads=q_heads))
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("key", [0, 127, 128, 500, 640, 699])
+def test_nan_in_a_split_tile(platform, name, key):
+    """It reaches exactly the rows that see it, whichever warpgroup has its block."""
+    case = FEW.replace(q_len=700)
+    arrays = make_inputs(case)
+    measure = xla_prefill(case, arrays)  # without the NaN: XLA's products would spread it
+    arrays[name][0, key, 0, 5] = np.nan
+    out, lse = prefill(case, arrays)
+    true_out, true_lse = truth.attention(**arrays, **case.options())
+    check(out, true_out, measure)
+    check_lse(lse, true_lse)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("lengths", [(700, 700), (700, 760)], ids=str)
+@pytest.mark.parametrize("block", [0, 1, 4])
+@pytest.mark.parametrize("size", [5.0, 60.0])
+def test_split_tiles_with_different_references(platform, dtype, lengths, block, size):
+    """Scores that are far larger in the blocks of one of the warpgroups than in the other's."""
+    q_len, kv_len = lengths
+    case = FEW.replace(q_len=q_len, kv_len=kv_len, dtype=dtype)
+    arrays = make_inputs(case)
+    arrays["key"][:, block * 128 : (block + 1) * 128] *= np.asarray(size, arrays["key"].dtype)
+    out, lse = prefill(case, arrays)
+    true_out, true_lse = truth.attention(**arrays, **case.options())
+    check(out, true_out, xla_prefill(case, arrays))
+    check_lse(lse, true_lse)
+
+
+@on_gpu
+@pytest.mark.parametrize("q_len,heads", [(1024, 14), (2048, 12)])
+def test_split_tiles_repeat_in_fifty_runs(platform, q_len, heads):
+    q, k, v = random_arrays(*3 * [(1, q_len, heads, 64)])
+    attend = jax.jit(lambda q: jax_flashattn.prefill(q, k, v, return_lse=True))
+    same_in_fifty_runs(lambda: attend(q))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("lengths", [(129, 129), (260, 450), (450, 260)], ids=str)
+def test_many_short_causal_tiles(platform, lengths, head_dim, dtype):
+    """More of them than are split."""
+    q_len, kv_len = lengths
+    case = FEW.replace(batch=26, q_len=q_len, kv_len=kv_len, q_heads=4, kv_heads=2)
+    case = case.replace(head_dim=head_dim, dtype=dtype)
+    check_sm90(platform, case)
+    lengths = dict(q_lengths=(q_len, 40) * 13, kv_lengths=(kv_len - 60, kv_len) * 13)
+    check_sm90(platform, case.replace(**lengths))
 
 
 # ---- features of the backward

@@ -2,7 +2,7 @@
 //
 // Within a section of `heads_per_section` heads (so that their K and V stay in L2) query blocks go
 // longest first, heads fastest. Tiles of unequal length are handed out by a counter in global
-// memory.
+// memory. Where they are few, the longest are split: docs/kernels/prefill_sm90.md, "Few tiles".
 #ifndef FLASHATTN_CUDA_TILE_SCHEDULER_CUH_
 #define FLASHATTN_CUDA_TILE_SCHEDULER_CUH_
 
@@ -36,6 +36,7 @@ struct TileGrid {
   FastDivisor by_packed_heads;
   FastDivisor bias_batches;
   PackedMask mask;  // without words if the call has none
+  int split_from;   // tiles from this position on are split: they have half the positions
 };
 
 // The block counter lies in memory that nobody initialised. A word counts for this launch once its
@@ -88,6 +89,14 @@ struct TileWork : TileWalk, TilePlace {
   int kv_head, q_batch, k_batch, v_batch;  // where the operands lie
 };
 
+// The tile that would begin at `position` if none before it were split: moves `position` to where
+// it does, and returns how many positions it has.
+__host__ __device__ __forceinline__ int place_split_tile(const TileGrid& grid, int& position) {
+  if (position < grid.split_from) return grid.block_positions;
+  position = (position + grid.split_from) / 2;
+  return grid.block_positions / 2;
+}
+
 // All of a tile but its blocks. `last_first`: the longest tiles of a head are its last.
 __device__ __forceinline__ TileWork place_tile(const PrefillParams& params, const TileGrid& grid,
                                                int tile, bool last_first) {
@@ -117,11 +126,12 @@ __device__ __forceinline__ TileWork place_tile(const PrefillParams& params, cons
   return work;
 }
 
-template <bool Causal>
+template <bool Causal, bool SplitsLong>
 __device__ __forceinline__ TileWork decode_tile(const PrefillParams& params, const TileGrid& grid,
                                                 int tile, int block_kv) {
   TileWork work = place_tile(params, grid, tile, Causal);
-  const int end = min(work.position + grid.block_positions, work.q_len);
+  const int positions = SplitsLong ? place_split_tile(grid, work.position) : grid.block_positions;
+  const int end = min(work.position + positions, work.q_len);
   const int key_end = Causal ? min(work.kv_len, end + work.shift) : work.kv_len;
   work.blocks = work.position < end && key_end > 0 ? (key_end + block_kv - 1) / block_kv : 0;
   // With `position + shift`, and not one more, the tile's first row sees a key beyond these blocks.
