@@ -38,7 +38,7 @@ struct PrefillTile {
   static_assert(kHeadDim % 16 == 0 && kBlockKv % 16 == 0, "wgmma multiplies 16 deep");
   static_assert(kDirectO || kValueDim <= kHeadDim, "O is staged in Q's place");
   static_assert(!kDirectO || kValueDim % 32 == 0, "a quad of lanes stores 32 columns of O");
-  static_assert(!kSplitsLong || (kWarpgroups == 2 && kCausal && !kDirectO),
+  static_assert(!kSplitsLong || (kWarpgroups == 2 && !kAnyMask && !kDirectO),
                 "nothing else is prepared for it");
   static_assert(kWarpgroups >= 2 && kWarpgroups <= 4, "register shares exist for these");
 };

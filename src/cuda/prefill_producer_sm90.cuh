@@ -44,6 +44,10 @@ class PrefillProducer {
   }
 
  private:
+  // Blocks that K runs ahead of V. A warpgroup has its next K before it gives a V back, and in
+  // split tiles that K is the next but one: with two buffers it has to be asked for before the V.
+  static constexpr int kKeysAhead = Tile::kSplitsLong && Tile::kKvStages == 2 ? 2 : 1;
+
   using Finder = std::conditional_t<Tile::kAnyMask, BlockFinder<Tile::kBlockKv>, NoFinder>;
 
   static __device__ Finder make_finder(const PrefillParams& params, const TileGrid& grid) {
@@ -187,9 +191,10 @@ class PrefillProducer {
     if (n >= 0) {
 #pragma unroll 1
       for (int w = 0; w < Tile::kWarpgroups; ++w) load_q(work, w);
+      if (kKeysAhead == 2 && n > 0) load_k(work, block_ + 1, n - 1);
 #pragma unroll 1
       for (; n > 0; --n, ++block_) {
-        load_k(work, block_ + 1, n - 1);
+        if (n >= kKeysAhead) load_k(work, block_ + kKeysAhead, n - kKeysAhead);
         load_v(work, block_, n);
       }
     } else {

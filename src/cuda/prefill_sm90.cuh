@@ -111,15 +111,18 @@ inline float steps_of_tile(const TileSm90& tile, const TileGrid& grid, int index
   const bool split = position >= grid.split_from;
   const int end = std::min(place_split_tile(grid, position) + position, grid.q_len);
   const int shift = grid.bottom_right ? grid.kv_len - grid.q_len : 0;
-  const int keys = std::clamp(end + shift, 0, grid.kv_len);
+  const bool causal = tile.kind == ScoreKind::kCausal;
+  const int keys = causal ? std::clamp(end + shift, 0, grid.kv_len) : grid.kv_len;
   const int keys_a_step = split ? 2 * tile.block_kv : tile.block_kv;
   const int steps = (keys + keys_a_step - 1) / keys_a_step;
   return static_cast<float>(steps) + kSetUp + (split ? kHandingOver : 0.f);
 }
-// Tiles go last to first, heads fastest; a block's second tile is the producer's tile_after.
+// Tiles go longest first, heads fastest; a block's second tile is the producer's tile_after.
 inline float steps_of_launch(const TileSm90& tile, const TileGrid& grid, int heads, int blocks) {
   const auto steps = [&](int number) {
-    return steps_of_tile(tile, grid, grid.q_blocks - 1 - number / heads);
+    const int rank = number / heads;
+    return steps_of_tile(tile, grid,
+                         tile.kind == ScoreKind::kCausal ? grid.q_blocks - 1 - rank : rank);
   };
   float most = 0.f;
   for (int rank = 0; rank < grid.q_blocks; ++rank) {
@@ -167,9 +170,9 @@ inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, 
   grid.ragged = ragged;
   grid.bottom_right = params.scores.bottom_right;
   choose_split_tiles(tile, all_heads, blocks, &grid);
-  const int section_heads = equal_tiles        ? 1
-                            : tile.splits_long ? all_heads
-                                               : std::min(16, all_heads);
+  const int section_heads = tile.splits_long ? all_heads
+                            : equal_tiles    ? 1
+                                             : std::min(16, all_heads);
   grid.tiles = grid.q_blocks * all_heads;
   grid.last_section = (all_heads - 1) / section_heads;
   grid.section_tiles = FastDivisor(grid.q_blocks * section_heads);
@@ -182,8 +185,10 @@ inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, 
   grid.v_batches = FastDivisor(params.v.batches);
   grid.bias_batches = FastDivisor(params.features.bias.batches);
   grid.inspect = tile.kind != ScoreKind::kFull || params.key_lengths;
-  const int uncounted = (tile.splits_long ? 2 : 1) * blocks;
-  if (!equal_tiles && grid.tiles > uncounted && grid.tiles < 1 << kCounterBits) {
+  // Tiles that are split are of two lengths, and the order without a counter is for two a block.
+  const bool counted =
+      tile.splits_long ? grid.tiles > 2 * blocks : !equal_tiles && grid.tiles > blocks;
+  if (counted && grid.tiles < 1 << kCounterBits) {
     // Tags look like NaN to whoever used the workspace before; 2^24 launches pass until one
     // returns.
     static std::atomic<uint64_t> launches{0};

@@ -14,6 +14,8 @@ constexpr int kKvStages = 2;        // K and V blocks in flight; a third is neve
 // Of 128 rows, one and a half a multiprocessor: with more, each has several, and they even out.
 constexpr int kFewTiles = 198;
 
+constexpr int kSharedMemorySm90 = 226 * 1024;  // an SM has 227 KB, of which 1 KB holds barriers
+
 // What a kernel can do to scores; whoever needs less is faster.
 enum class ScoreKind {
   kFull,    // every query sees all keys of its sequence
@@ -44,7 +46,12 @@ struct TileSm90 {
 
   constexpr int max_tiles() const { return splits_long ? kFewTiles : kUnlimited; }
   constexpr int block_q() const { return warpgroups * kWarpgroupRows; }
-  constexpr int kv_stages() const { return splits_long ? 2 * kKvStages : kKvStages; }
+  // Where tiles are split two for each warpgroup, as far as they fit.
+  constexpr int kv_stages() const {
+    int stages = splits_long ? 2 * kKvStages : kKvStages;
+    while (stages > kKvStages && staged_memory(stages) > kSharedMemorySm90) --stages;
+    return stages;
+  }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int chunks() const { return (head_dim + 63) / 64; }  // of 64 columns, 128 bytes
   constexpr int value_chunks() const { return (value_dim + 63) / 64; }
@@ -71,8 +78,11 @@ struct TileSm90 {
   constexpr int part_bytes() const { return splits_long ? 128 * 4 * (value_dim / 2 + 4) : 0; }
   // Tiles, and room to align them to the 1024 bytes that the swizzle repeats after.
   constexpr int shared_memory(bool bias) const {
-    return q_stages * warpgroups * q_bytes() + kv_stages() * (k_bytes() + v_bytes()) +
-           (bias ? warpgroups * bias_bytes() : 0) + part_bytes() + 1024;
+    return staged_memory(kv_stages()) + (bias ? warpgroups * bias_bytes() : 0);
+  }
+  constexpr int staged_memory(int stages) const {
+    return q_stages * warpgroups * q_bytes() + stages * (k_bytes() + v_bytes()) + part_bytes() +
+           1024;
   }
 };
 
@@ -141,12 +151,12 @@ constexpr TileSm90 kPrefillTilesSm90[] = {
 };
 constexpr int kNumPrefillTilesSm90 = sizeof(kPrefillTilesSm90) / sizeof(kPrefillTilesSm90[0]);
 
-constexpr bool tiles_fit(int shared_memory_limit) {
+constexpr bool tiles_fit() {
   for (const TileSm90& tile : kPrefillTilesSm90)
-    if (tile.shared_memory(tile.kind == ScoreKind::kShaped) > shared_memory_limit) return false;
+    if (tile.shared_memory(tile.kind == ScoreKind::kShaped) > kSharedMemorySm90) return false;
   return true;
 }
-static_assert(tiles_fit(226 * 1024), "an SM has 227 KB, of which 1 KB holds barriers");
+static_assert(tiles_fit(), "shared memory");
 
 // The compiled head dim that serves one in memory; 0: none.
 constexpr int compiled_head_dim_sm90(int head_dim) {
