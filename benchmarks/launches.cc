@@ -109,10 +109,11 @@ void show_all(int head_dim) {
   show("decode, 8-bit cache", head_dim, [&] { return decode_call(32, DType::kF8E4M3); });
 }
 
+// Without those for few tiles: what they read depends on how many there are.
 void show_tiles() {
   for (const TileSm90& tile : kPrefillTilesSm90)
     if ((tile.kind == ScoreKind::kFull || tile.kind == ScoreKind::kCausal) &&
-        tile.value_dim == tile.head_dim)
+        tile.value_dim == tile.head_dim && tile.max_tiles == kUnlimited)
       std::printf("tile %d %d %d %d %d\n", tile.head_dim, tile.kind == ScoreKind::kCausal,
                   tile.max_q_len, tile.block_q(), tile.block_kv);
 }

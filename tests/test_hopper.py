@@ -6,6 +6,7 @@ They run on a Hopper GPU only.
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -391,9 +392,10 @@ def test_many_tiles_of_few_blocks(platform, head_dim, value_dim, causal, ragged)
         check_lse(lse[b : b + 1], true_lse)
 
 
-# ---- few causal tiles at head dims up to 64: both warpgroups work on the rows of the longest ones
+# ---- few tiles: both warpgroups work on the rows of the longest ones
 
 FEW = LONG.replace(head_dim=64)
+FEW_128, FEW_FULL = FEW.replace(head_dim=128), FEW.replace(causal=False)
 SPLIT = "takes every other block of keys"
 
 
@@ -407,16 +409,21 @@ def check_split(platform, case):
 
 @on_gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [40, 64])
 @pytest.mark.parametrize(
-    "lengths",
-    [(129, 129), (256, 256), (257, 257), (500, 500), (1024, 1024), (300, 1111), (1111, 300),
-     (64, 2000), (1, 1500), (700, 383), (640, 704)],
+    "few,lengths",
+    [
+        *itertools.product(
+            [FEW.replace(head_dim=40), FEW],
+            [(129, 129), (256, 256), (257, 257), (500, 500), (1024, 1024), (300, 1111), (1111, 300),
+             (64, 2000), (1, 1500), (700, 383), (640, 704)],
+        ),
+        *itertools.product([FEW_128, FEW_FULL], [(257, 257), (300, 1111), (1111, 300)]),
+    ],
     ids=str,
 )  # fmt: skip
-def test_split_tiles(platform, lengths, head_dim, dtype):
+def test_split_tiles(platform, few, lengths, dtype):
     q_len, kv_len = lengths
-    case = FEW.replace(q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype)
+    case = few.replace(q_len=q_len, kv_len=kv_len, dtype=dtype)
     check_split(platform, case)
     check_split(platform, case.replace(alignment="top_left", layout="BNTH"))
     ragged = dict(q_lengths=(q_len, q_len // 2 + 1, q_len), kv_lengths=(kv_len, kv_len - 60, 0))
@@ -424,29 +431,57 @@ def test_split_tiles(platform, lengths, head_dim, dtype):
 
 
 @on_gpu
-@pytest.mark.parametrize("heads", [(8, 1), (7, 1), (6, 2), (40, 5)], ids=str)
-@pytest.mark.parametrize("lengths", [(9, 300), (20, 1500), (33, 2049)], ids=str)
-def test_split_tiles_of_packed_heads(platform, heads, lengths):
+@pytest.mark.parametrize(
+    "few,heads,lengths",
+    [
+        *itertools.product(
+            [FEW], [(8, 1), (7, 1), (6, 2), (40, 5)], [(9, 300), (20, 1500), (33, 2049)]
+        ),
+        *itertools.product([FEW_128], [(8, 1), (7, 1)], [(33, 2049)]),
+        *itertools.product([FEW_FULL], [(8, 1), (7, 1)], [(133, 900)]),
+    ],
+    ids=str,
+)
+def test_split_tiles_of_packed_heads(platform, few, heads, lengths):
     q_heads, kv_heads = heads
     q_len, kv_len = lengths
-    case = FEW.replace(batch=2, q_len=q_len, kv_len=kv_len, q_heads=q_heads, kv_heads=kv_heads)
+    case = few.replace(batch=2, q_len=q_len, kv_len=kv_len, q_heads=q_heads, kv_heads=kv_heads)
     check_split(platform, case)
     check_split(platform, case.replace(q_lengths=(q_len, 7), kv_lengths=(kv_len, kv_len // 2)))
 
 
 @on_gpu
-@pytest.mark.parametrize("q_len,q_heads", [(1024, 14), (2048, 12), (512, 16), (700, 33)])
-def test_split_tiles_beside_whole_ones(platform, q_len, q_heads):
-    """As many heads as leave only the longest tiles split, and blocks with two tiles."""
-    check_split(platform, FEW.replace(q_len=q_len, q_heads=q_heads))
+@pytest.mark.parametrize(
+    "few,q_len,q_heads",
+    [
+        (FEW, 1024, 14),
+        (FEW, 2048, 12),
+        (FEW, 512, 16),
+        (FEW, 700, 33),
+        (FEW_128, 1024, 8),
+        (FEW_128, 512, 16),
+        (FEW_FULL, 512, 16),
+        (FEW_FULL, 1024, 14),
+    ],
+    ids=str,
+)
+def test_split_tiles_beside_whole_ones(platform, few, q_len, q_heads):
+    """As many heads as leave only the longest tiles split, and blocks with two tiles; full masks
+    split all of them or none.
+    """
+    check_split(platform, few.replace(q_len=q_len, q_heads=q_heads))
 
 
 @on_gpu
 @pytest.mark.parametrize("name", ["key", "value"])
-@pytest.mark.parametrize("key", [0, 127, 128, 500, 640, 699])
-def test_nan_in_a_split_tile(platform, name, key):
+@pytest.mark.parametrize(
+    "few,key",
+    [(FEW, key) for key in (0, 127, 128, 500, 640, 699)] + [(FEW_128, 500), (FEW_FULL, 500)],
+    ids=str,
+)
+def test_nan_in_a_split_tile(platform, name, few, key):
     """It reaches exactly the rows that see it, whichever warpgroup has its block."""
-    case = FEW.replace(q_len=700)
+    case = few.replace(q_len=700)
     arrays = make_inputs(case)
     measure = xla_prefill(case, arrays)  # without the NaN: XLA's products would spread it
     arrays[name][0, key, 0, 5] = np.nan
@@ -457,14 +492,20 @@ def test_nan_in_a_split_tile(platform, name, key):
 
 
 @on_gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("lengths", [(700, 700), (700, 760)], ids=str)
-@pytest.mark.parametrize("block", [0, 1, 4])
-@pytest.mark.parametrize("size", [5.0, 60.0])
-def test_split_tiles_with_different_references(platform, dtype, lengths, block, size):
+@pytest.mark.parametrize(
+    "few,lengths,block,size",
+    [
+        *itertools.product(
+            [FEW, FEW.replace(dtype="float16")], [(700, 700), (700, 760)], [0, 1, 4], [5.0, 60.0]
+        ),
+        *itertools.product([FEW_128, FEW_FULL], [(700, 760)], [1, 4], [60.0]),
+    ],
+    ids=str,
+)
+def test_split_tiles_with_different_references(platform, few, lengths, block, size):
     """Scores that are far larger in the blocks of one of the warpgroups than in the other's."""
     q_len, kv_len = lengths
-    case = FEW.replace(q_len=q_len, kv_len=kv_len, dtype=dtype)
+    case = few.replace(q_len=q_len, kv_len=kv_len)
     arrays = make_inputs(case)
     arrays["key"][:, block * 128 : (block + 1) * 128] *= np.asarray(size, arrays["key"].dtype)
     out, lse = prefill(case, arrays)
@@ -474,22 +515,32 @@ def test_split_tiles_with_different_references(platform, dtype, lengths, block, 
 
 
 @on_gpu
-@pytest.mark.parametrize("q_len,heads", [(1024, 14), (2048, 12)])
-def test_split_tiles_repeat_in_fifty_runs(platform, q_len, heads):
-    q, k, v = random_arrays(*3 * [(1, q_len, heads, 64)])
-    attend = jax.jit(lambda q: jax_flashattn.prefill(q, k, v, return_lse=True))
+@pytest.mark.parametrize(
+    "few,q_len,heads",
+    [(FEW, 1024, 14), (FEW, 2048, 12), (FEW_128, 1024, 8), (FEW_FULL, 512, 16)],
+    ids=str,
+)
+def test_split_tiles_repeat_in_fifty_runs(platform, few, q_len, heads):
+    q, k, v = random_arrays(*3 * [(1, q_len, heads, few.head_dim)])
+    attend = jax.jit(lambda q: jax_flashattn.prefill(q, k, v, causal=few.causal, return_lse=True))
     same_in_fifty_runs(lambda: attend(q))
 
 
 @on_gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [40, 64])
-@pytest.mark.parametrize("lengths", [(129, 129), (260, 450), (450, 260)], ids=str)
-def test_many_short_causal_tiles(platform, lengths, head_dim, dtype):
+@pytest.mark.parametrize(
+    "few,lengths",
+    [
+        *itertools.product([FEW.replace(head_dim=40), FEW], [(129, 129), (260, 450), (450, 260)]),
+        (FEW_128, (260, 450)),
+        (FEW_FULL, (600, 450)),
+    ],
+    ids=str,
+)
+def test_many_short_tiles(platform, few, lengths, dtype):
     """More of them than are split."""
     q_len, kv_len = lengths
-    case = FEW.replace(batch=26, q_len=q_len, kv_len=kv_len, q_heads=4, kv_heads=2)
-    case = case.replace(head_dim=head_dim, dtype=dtype)
+    case = few.replace(batch=26, q_len=q_len, kv_len=kv_len, q_heads=4, kv_heads=2, dtype=dtype)
     check_sm90(platform, case)
     lengths = dict(q_lengths=(q_len, 40) * 13, kv_lengths=(kv_len - 60, kv_len) * 13)
     check_sm90(platform, case.replace(**lengths))
