@@ -2,7 +2,8 @@
 // and behind that it does, with three warps that would be idle, what would cost passes over memory
 // of their own: while a head is worked on, a later head's accumulator is set to zero and an earlier
 // head's, which is complete and still in L2, is converted. The passes in backward_passes.cuh do so
-// only for the first and the last heads (BackwardLead).
+// only for the first and the last heads (BackwardLead). In deterministic calls one of the warps
+// adds, block after block, instead of zeroing.
 #ifndef FLASHATTN_CUDA_BACKWARD_ACCUMULATOR_SM90_CUH_
 #define FLASHATTN_CUDA_BACKWARD_ACCUMULATOR_SM90_CUH_
 
@@ -69,8 +70,9 @@ struct AccumulatorShare {
 };
 
 // Waits until a counter has come so far, and with it what those who added to it had written.
-__device__ __forceinline__ void wait_for_count(const float* counter, int target) {
-  while (load_acquire_f32(counter) < static_cast<float>(target)) __nanosleep(100);
+__device__ __forceinline__ void wait_for_count(const float* counter, int target,
+                                               unsigned pause_ns = 100) {
+  while (load_acquire_f32(counter) < static_cast<float>(target)) __nanosleep(pause_ns);
   fence_async_proxy_global();
 }
 

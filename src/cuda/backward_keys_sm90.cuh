@@ -5,6 +5,8 @@
 //   S^T = K Q^T   dP^T = V dO^T   P = exp2(scale log2e S - lse2)   dS = P (dP - delta)
 //   dV += P^T dO  dK += dS^T Q    dQ^T = K^T dS, added to an fp32 accumulator in global memory
 //
+// Ordered: blocks add in the order in which they start, so that dQ has the same bits on every run.
+//
 // Everything is transposed, keys along M: then P and dS are A operands of dV and dK as they lie in
 // registers, and only dS goes through shared memory, for dQ. Each of the two consumer warpgroups
 // takes 64 keys; dQ needs all 128, so there the warpgroups split the head dim (H 128) or the rows
@@ -24,27 +26,29 @@ namespace flashattn {
 
 // ---- layout of shared memory, in bytes from a 1024-byte boundary. Tiles are 64-column chunks of
 // `rows` x 128 bytes in the 128-byte swizzle.
-template <int HeadDim, bool WithDq>
+template <int HeadDim, bool Ordered>
 struct BackwardLayout {
-  static constexpr BackwardTile kTile = WithDq ? backward_tile_sm90(HeadDim) : kBackwardDkvTile;
+  static constexpr BackwardTile kTile = backward_tile_sm90(HeadDim);
   static constexpr int kRows = kTile.rows, kKeys = 128;
   static constexpr int kStages = 2;  // of Q, of dO and of dS
-  static constexpr bool kLooksAhead = false, kAccumulates = WithDq;
+  // A block that waits for its turn gets a step further where another buffer fits.
+  static constexpr int kDqStages = Ordered && HeadDim == 128 ? 2 : 1;
+  static constexpr bool kLooksAhead = false, kOrdered = Ordered, kZeroesAhead = !Ordered;
   static constexpr int kChunks = HeadDim / 64;
   static constexpr int kDqColumns = DqFragment<HeadDim>::kColumns;
 
   static constexpr int kKeyBytes = kKeys * HeadDim * 2, kQueryBytes = kRows * HeadDim * 2;
   static constexpr int kKeyChunk = kKeys * 128, kQueryChunk = kRows * 128;
   static constexpr int kHalf = 64 * 128;  // a warpgroup's keys in a chunk of K or V
-  static constexpr int kDsBytes = WithDq ? kRows * kKeys * 2 : 0, kDsChunk = kRows * 128;
-  static constexpr int kDqBytes = WithDq ? DqFragment<HeadDim>::kFloats * 4 : 0;
+  static constexpr int kDsBytes = kRows * kKeys * 2, kDsChunk = kRows * 128;
+  static constexpr int kDqBytes = DqFragment<HeadDim>::kFloats * 4;  // a warpgroup's
   static constexpr int kStatBytes = kRows * 4;
 
   static constexpr int kK = 0, kV = kKeyBytes, kQ = 2 * kKeyBytes;
   static constexpr int kDout = kQ + kStages * kQueryBytes;
   static constexpr int kDs = kDout + kStages * kQueryBytes;
   static constexpr int kDq = kDs + kStages * kDsBytes;
-  static constexpr int kLse = kDq + 2 * kDqBytes, kDelta = kLse + kStages * kStatBytes;
+  static constexpr int kLse = kDq + kDqStages * 2 * kDqBytes, kDelta = kLse + kStages * kStatBytes;
   static constexpr int kBarriers = kDelta + kStages * kStatBytes;
   static constexpr int kBytes = kBarriers + 128 + 1024;
 };
@@ -53,10 +57,10 @@ struct BackwardLayout {
 constexpr int kDsBarrier = 1, kWarpgroupBarrier = 2, kConvertBarrier = 4;
 
 // ---- one consumer warpgroup: 64 of the block's keys
-template <class T, int HeadDim, bool WithDq>
+template <class T, int HeadDim, bool Ordered>
 class BackwardConsumer {
  public:
-  using L = BackwardLayout<HeadDim, WithDq>;
+  using L = BackwardLayout<HeadDim, Ordered>;
   static constexpr int kRows = L::kRows;
 
   __device__ __forceinline__ BackwardConsumer(const BackwardMaps& maps,
@@ -86,16 +90,18 @@ class BackwardConsumer {
       store_zeros();
       return;
     }
-    begin_head(0);
+    begin_walk(0);
     mbarrier_wait(barriers_.k_full, 0);
     first_step();
+    // for_each_tile() says why the heads of a group come inside or outside.
+    const int inside = Ordered ? grid_.group : 1, walks = Ordered ? 1 : grid_.group;
+    const int plain = (task_.plain_end - task_.plain_begin) * inside;
     // Every loop edge below is a full wait: accumulators in flight from one loop, or from the
     // peeled first step, into another would make ptxas serialise all products (C7512).
-    int masked = task_.plain_begin - task_.first_step - 1;
-    int left = task_.plain_end - task_.first_step - 1;
+    int masked = task_.masked_first * inside - 1;
+    int left = plain + min(masked, 0);
 #pragma unroll 1
-    for (int g = 0;;) {
-      left -= max(masked, 0);
+    for (int walk = 0;;) {
 #pragma unroll 1
       for (; masked > 0; --masked) {
         step<true>();
@@ -112,14 +118,14 @@ class BackwardConsumer {
         for (int i = 0; i < L::kTile.unroll; ++i) step<false>();
         wgmma_wait<0>();
       }
-      masked = left = task_.end_step - step_;  // what the far edge of a window cuts
+      masked = (task_.stop_step - step_) * stride() * inside;  // what the other edge cuts
       if (masked > 0) continue;
-      if (++g == grid_.group) break;
-      begin_head(g);
-      masked = task_.plain_begin - task_.first_step;
-      left = task_.plain_end - task_.first_step;
+      if (++walk == walks) break;
+      begin_walk(walk);
+      masked = task_.masked_first;
+      left = task_.plain_end - task_.plain_begin;
     }
-    if constexpr (kDqNextStep) last_dq();
+    if constexpr (!kDqBeforeDk) last_dq();
     grid_dependency_trigger();  // not before: what starts sooner has nothing to do but to wait
     store_gradients();
   }
@@ -130,17 +136,21 @@ class BackwardConsumer {
     return task_.first_key + 64 * warpgroup_ + 16 * (thread_ >> 5) + (thread_ & 31) / 4;
   }
 
-  __device__ __forceinline__ void begin_head(int g) {
-    const int64_t head =
-        int64_t{task_.b * params_.forward.problem.kv_heads + task_.kv_head} * grid_.group + g;
-    dq_head_ = grid_.workspace.dq + head * grid_.workspace.padded_rows * HeadDim +
-               warpgroup_ * (L::kDqBytes / 4);
-    step_ = task_.first_step;
+  // Through one head of the group or, where they come inside, through all.
+  __device__ __forceinline__ void begin_walk(int g) {
+    if constexpr (!Ordered) {
+      const int64_t head =
+          int64_t{task_.b * params_.forward.problem.kv_heads + task_.kv_head} * grid_.group + g;
+      dq_head_ = grid_.workspace.dq + head * grid_.workspace.padded_rows * HeadDim +
+                 warpgroup_ * (L::kDqBytes / 4);
+    }
+    step_ = task_.start_step;
   }
 
+  __device__ __forceinline__ int stride() const { return Ordered ? task_.stride : 1; }
+
   static constexpr bool kTogether = L::kTile.order == BackwardOrder::kTogether;
-  static constexpr bool kDqNextStep = WithDq && L::kTile.dq == BackwardDq::kNextStep;
-  static constexpr bool kDqBeforeDk = WithDq && L::kTile.dq == BackwardDq::kBeforeDk;
+  static constexpr bool kDqBeforeDk = L::kTile.dq == BackwardDq::kBeforeDk;
   static_assert(!kTogether || !kDqBeforeDk, "dV and dK start together, with nothing between them");
 
   // ---- the pieces of a step
@@ -200,7 +210,7 @@ class BackwardConsumer {
   }
 
   // This warpgroup's half of dS, transposed to rows of queries. kDsBarrier, before issue_dq(),
-  // publishes it, and with it that the previous dQ has left its buffer.
+  // publishes it, and with it that the previous dQ has left its buffer, if this warpgroup adds it.
   __device__ __forceinline__ void store_ds() {
     const uint32_t base = ds_store_ + ring_.stage * L::kDsBytes;
 #pragma unroll
@@ -208,12 +218,19 @@ class BackwardConsumer {
       stmatrix_x4_trans(base + j * 2048, ds_[4 * j], ds_[4 * j + 1], ds_[4 * j + 2],
                         ds_[4 * j + 3]);
     fence_async_proxy();
-    bulk_wait_read<0>();
-    dq_target_ = dq_head_ + static_cast<int64_t>(step_) * (kRows * HeadDim);
+    if constexpr (!Ordered) {
+      bulk_wait_read<0>();
+      dq_target_ = dq_head_ + static_cast<int64_t>(step_) * (kRows * HeadDim);
+    }
   }
 
   __device__ __forceinline__ void next_block() {
-    ++step_;
+    if constexpr (!Ordered) {
+      ++step_;
+    } else if (++group_head_ == grid_.group) {
+      group_head_ = 0;
+      step_ += stride();
+    }
     ring_.advance();
   }
 
@@ -232,13 +249,22 @@ class BackwardConsumer {
 
   __device__ __forceinline__ void store_dq() {
     float (&x)[L::kDqColumns / 2] = dq();
+    const uint32_t to = dq_store_ + dq_ring_.stage * (2 * L::kDqBytes);
+    if constexpr (Ordered)
+      mbarrier_wait(barriers_.dq_empty + 8 * dq_ring_.stage, dq_ring_.phase ^ 1);
 #pragma unroll
     for (int j = 0; j < L::kDqColumns / 8; ++j)
-      shared_store_f32x4(dq_store_ + j * 2048, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+      shared_store_f32x4(to + j * 2048, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
     fence_async_proxy();
-    named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
-    bulk_reduce_add_f32_if(thread_ == 0, dq_target_, smem_ + L::kDq + warpgroup_ * L::kDqBytes,
-                           L::kDqBytes);
+    if constexpr (Ordered) {
+      __syncwarp();
+      mbarrier_arrive_if(thread_ % 32 == 0, barriers_.dq_full + 8 * dq_ring_.stage);
+      dq_ring_.advance();
+    } else {
+      named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+      bulk_reduce_add_f32_if(thread_ == 0, dq_target_, smem_ + L::kDq + warpgroup_ * L::kDqBytes,
+                             L::kDqBytes);
+    }
   }
 
   __device__ __forceinline__ void release_q(uint32_t stage) {
@@ -262,11 +288,12 @@ class BackwardConsumer {
 
   template <bool Masked>
   __device__ __forceinline__ void step() {
-    if constexpr (kDqNextStep) issue_previous_dq();
+    if constexpr (!kDqBeforeDk) issue_previous_dq();
     issue_scores();
-    if constexpr (!kDqBeforeDk) wgmma_wait<1>();
-    if constexpr (kDqNextStep) store_dq();
-    if constexpr (!WithDq) release_previous();
+    if constexpr (!kDqBeforeDk) {
+      wgmma_wait<1>();
+      store_dq();
+    }
     scores_to_ds<Masked>(true);
   }
 
@@ -320,7 +347,7 @@ class BackwardConsumer {
         wgmma_commit();
       }
     }
-    if constexpr (WithDq) store_ds();
+    store_ds();
     if constexpr (kDqBeforeDk) dq_before_dk(accumulate);
     next_block();
   }
@@ -368,7 +395,7 @@ class BackwardConsumer {
         tma_store_4d(&maps_.dk, from + L::kK, chunk * 64, first_key, task_.kv_head, task_.b);
       }
       bulk_commit();
-      if constexpr (WithDq) report_added();
+      if constexpr (!Ordered) report_added();
       bulk_wait_read<0>();
     }
   }
@@ -384,7 +411,7 @@ class BackwardConsumer {
 
   // dQ takes the registers of dP, which is consumed before dQ starts, where they are as many;
   // sharing a part of them would serialise the products (C7511).
-  static constexpr bool kOwnDq = WithDq && L::kDqColumns != kRows;
+  static constexpr bool kOwnDq = L::kDqColumns != kRows;
 
   __device__ __forceinline__ float (&dq()) [L::kDqColumns / 2] {
     if constexpr (kOwnDq)
@@ -405,13 +432,14 @@ class BackwardConsumer {
   float own_dq_[L::kDqColumns / 2];  // kOwnDq only
   uint32_t p_[kRows / 4], ds_[kRows / 4];
   uint32_t stats_, ds_store_, dq_store_;
-  int step_ = 0;
-  RingPosition<L::kStages> ring_;  // of Q, lse2, dO, delta and dS
-  float *dq_head_ = nullptr, *dq_target_ = nullptr;
+  int step_ = 0, group_head_ = 0;
+  RingPosition<L::kStages> ring_;                    // of Q, lse2, dO, delta and dS
+  RingPosition<L::kDqStages> dq_ring_;               // Ordered only, as group_head_
+  float *dq_head_ = nullptr, *dq_target_ = nullptr;  // otherwise
 };
 
 // What warps 1 to 3 of the loading warpgroup do: warp 1 zeroes a share of a later head's
-// accumulator, the others convert one of an earlier head's.
+// accumulator or adds in order, the others convert a share of an earlier head's.
 template <int HeadDim>
 __device__ __forceinline__ void zero_ahead(const BackwardGrid& grid, int head,
                                            const AccumulatorShare& share, int lane) {
@@ -421,6 +449,39 @@ __device__ __forceinline__ void zero_ahead(const BackwardGrid& grid, int head,
       head * grid.group * grid.workspace.padded_rows + int64_t{share.begin} * kBackwardUnit;
   zero_units(grid.workspace.dq + rows * HeadDim, share.end - share.begin, HeadDim,
              grid.workspace.zeroed + head, lane);
+}
+
+// One thread adds each tile of dQ when the blocks before this one have; the first to reach it
+// stores it, so that nothing need have been zeroed. All it waits for is what blocks of smaller
+// index add, which started earlier and wait for nothing later: the wait ends.
+template <class L, int HeadDim>
+__device__ __forceinline__ void add_in_order(const BackwardParams& params, const BackwardGrid& grid,
+                                             const BackwardTask& task,
+                                             const BackwardBarriers& barriers, uint32_t smem) {
+  constexpr uint32_t kBytes = 2 * L::kDqBytes;
+  static_assert(kBytes == L::kRows * HeadDim * 4, "both warpgroups' parts are one piece");
+  const int kv_head_index = task.b * params.forward.problem.kv_heads + task.kv_head;
+  const int head_tiles = static_cast<int>(grid.workspace.padded_rows / L::kRows);
+  RingPosition<L::kDqStages> ring;
+  for_each_tile<true>(task, grid.group, [&](int g, int step) {
+    const int tile = (kv_head_index * grid.group + g) * head_tiles + step;
+    const int before = task.adders_before(step, L::kRows, L::kKeys);
+    if (before > 0) wait_for_count(grid.workspace.turns + tile, before, 20);
+    mbarrier_wait(barriers.dq_full + 8 * ring.stage, ring.phase);
+    float* to = grid.workspace.dq + int64_t{tile} * (L::kRows * HeadDim);
+    const uint32_t from = smem + L::kDq + ring.stage * kBytes;
+    if (before > 0)
+      bulk_reduce_add_f32_if(true, to, from, kBytes);
+    else
+      bulk_store(to, from, kBytes);
+    bulk_wait_read<0>();
+    mbarrier_arrive(barriers.dq_empty + 8 * ring.stage);
+    bulk_wait<0>();
+    fence_async_proxy_global();
+    add_release_f32(grid.workspace.turns + tile, 1.f);
+    ring.advance();
+  });
+  add_release_f32(grid.workspace.added + kv_head_index, 2.f);  // for both warpgroups
 }
 
 template <class T, int HeadDim>
@@ -446,35 +507,36 @@ __device__ __forceinline__ void convert_behind(const BackwardParams& params,
   convert_row_groups<T, HeadDim>(params, task, grid.scale, warp, lane);
 }
 
-template <class T, int HeadDim, bool WithDq>
+template <class T, int HeadDim, bool Ordered>
 __global__ void __launch_bounds__(384, 1)
     backward_keys_sm90_kernel(const __grid_constant__ BackwardMaps maps,
                               const __grid_constant__ BackwardParams params,
                               const __grid_constant__ BackwardGrid grid) {
-  using L = BackwardLayout<HeadDim, WithDq>;
+  using L = BackwardLayout<HeadDim, Ordered>;
   extern __shared__ char raw_smem[];
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
   __shared__ BackwardTask task;
   __shared__ ConvertTask<T> convert;
   if (threadIdx.x == 0) barriers.init();
-  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
+  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys, Ordered);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
     if (threadIdx.x >= 32) {
-      if constexpr (WithDq) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const int head = task.b * params.forward.problem.kv_heads + task.kv_head;
-        const AccumulatorShare share(
-            static_cast<int>(grid.workspace.padded_rows / kBackwardUnit) * grid.group,
-            task.first_key / L::kKeys, grid.key_blocks, grid.triangular);
-        grid_dependency_wait();
-        if (warp == 1)
-          zero_ahead<HeadDim>(grid, head, share, lane);
-        else
-          convert_behind<T, HeadDim>(params, grid, head, share, convert, warp - 2, lane);
+      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+      const int head = task.b * params.forward.problem.kv_heads + task.kv_head;
+      const AccumulatorShare share(
+          static_cast<int>(grid.workspace.padded_rows / kBackwardUnit) * grid.group,
+          task.first_key / L::kKeys, grid.key_blocks, grid.triangular);
+      grid_dependency_wait();
+      if (warp != 1) {
+        convert_behind<T, HeadDim>(params, grid, head, share, convert, warp - 2, lane);
+      } else if constexpr (Ordered) {
+        if (lane == 0) add_in_order<L, HeadDim>(params, grid, task, barriers, smem);
+      } else {
+        zero_ahead<HeadDim>(grid, head, share, lane);
       }
       return;
     }
@@ -484,7 +546,7 @@ __global__ void __launch_bounds__(384, 1)
       produce<L, HeadDim>(maps, params, grid, task, barriers, smem, threadIdx.x);
   } else {
     registers_claim<240>();
-    BackwardConsumer<T, HeadDim, WithDq>(maps, params, grid, task, barriers, smem, warpgroup - 1)
+    BackwardConsumer<T, HeadDim, Ordered>(maps, params, grid, task, barriers, smem, warpgroup - 1)
         .run();
   }
 }

@@ -56,12 +56,12 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
   return sum;
 }
 
-// lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse for every head, zeros in the first `lead`
-// key/value heads' accumulators and in all counters.
-// A row that contributes nothing gets lse2 = +inf, which makes its every probability exactly zero;
-// an lse of +inf, which a logit of +inf leaves, must not pass for that. A row without keys can have
-// an lse, its sink.
-template <class T, int HeadDim, bool ZeroDq>
+// lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse for every head; where dQ is accumulated,
+// zeros in the first `lead` key/value heads' accumulators and in all counters. A row that
+// contributes nothing gets lse2 = +inf, which makes its every probability exactly zero; an lse of
+// +inf, which a logit of +inf leaves, must not pass for that. A row without keys can have an lse,
+// its sink.
+template <class T, int HeadDim>
 __global__ void __launch_bounds__(kPassThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardParams params, int lead) {
   // Threads of a row, 16 bytes each; a power of two, for the sum across them.
@@ -73,13 +73,19 @@ __global__ void __launch_bounds__(kPassThreads)
   const int64_t first_padded = block.head_index * workspace.padded_rows + block.first_row;
 
   const int group = forward.problem.group();
-  if (ZeroDq && threadIdx.x == 0 && block.first_row == 0 && block.head % group == 0)
-    workspace.zeroed[block.head_index / group] = workspace.added[block.head_index / group] = 0.f;
-  if (ZeroDq && block.head_index < int64_t{lead} * group) {
-    float4* dq = reinterpret_cast<float4*>(workspace.dq + first_padded * HeadDim);
+  if constexpr (backward_accumulates_dq(HeadDim)) {
+    if (threadIdx.x == 0) {
+      workspace.turns[first_padded / kRows] = 0.f;
+      if (block.first_row == 0 && block.head % group == 0)
+        workspace.zeroed[block.head_index / group] = workspace.added[block.head_index / group] =
+            0.f;
+    }
+    if (block.head_index < int64_t{lead} * group) {
+      float4* dq = reinterpret_cast<float4*>(workspace.dq + first_padded * HeadDim);
 #pragma unroll
-    for (int i = 0; i < kRows * HeadDim / 4 / kPassThreads; ++i)
-      dq[i * kPassThreads + threadIdx.x] = float4{};
+      for (int i = 0; i < kRows * HeadDim / 4 / kPassThreads; ++i)
+        dq[i * kPassThreads + threadIdx.x] = float4{};
+    }
   }
 
   const Sequence sequence(forward, block.b);

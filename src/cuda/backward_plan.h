@@ -11,12 +11,10 @@
 namespace flashattn {
 
 // Two ways. Up to H 128 one kernel owns keys and adds dQ to an fp32 accumulator, which a last pass
-// converts. Deterministic calls and larger head dims (whose accumulator L2 could not add fast
-// enough) compute dK, dV and dQ in two kernels and have no accumulator: 7 products instead of 5, no
-// passes over it.
-constexpr bool backward_accumulates_dq(int head_dim, bool deterministic) {
-  return head_dim <= 128 && !deterministic;
-}
+// converts; deterministic calls add in a fixed order. Larger head dims (whose accumulator L2 could
+// not add fast enough) compute dK, dV and dQ in two kernels and have no accumulator: 7 products
+// instead of 5, no passes over it.
+constexpr bool backward_accumulates_dq(int head_dim) { return head_dim <= 128; }
 
 // The compiled head dim that runs this one; the columns between are zero in shared memory. 0: none.
 constexpr int backward_head_dim_sm90(int head_dim) {
@@ -47,7 +45,7 @@ struct BackwardTile {
   int unroll;  // unmasked steps between two full waits
 };
 
-// With dQ. H 128: 64 rows leave registers for dV to start before dS is formed (80 rows were 2 %
+// H 128: 64 rows leave registers for dV to start before dS is formed (80 rows were 2 %
 // faster without a mask and slower with one). H 64: 128 rows, since dK and dV take half the
 // registers.
 constexpr BackwardTile backward_tile_sm90(int compiled_head_dim) {
@@ -56,9 +54,6 @@ constexpr BackwardTile backward_tile_sm90(int compiled_head_dim) {
              : BackwardTile{128, BackwardOrder::kTogether, BackwardDq::kNextStep, 2};
 }
 
-// Without dQ.
-constexpr BackwardTile kBackwardDkvTile{64, BackwardOrder::kValueFirst, BackwardDq::kNextStep, 2};
-
 // The kernel of dQ alone, 128 query rows a block: as many keys a step as registers (S, dP, dS, dQ:
 // up to 208 of 240) and shared memory hold.
 struct BackwardDqTile {
@@ -66,16 +61,7 @@ struct BackwardDqTile {
   int v_stages;  // buffers of V; K has two
 };
 constexpr BackwardDqTile backward_dq_tile_sm90(int compiled_head_dim) {
-  switch (compiled_head_dim) {
-    case 64:
-      return {128, 2};
-    case 128:
-      return {112, 2};
-    case 192:
-      return {80, 2};
-    default:
-      return {64, 1};
-  }
+  return compiled_head_dim == 192 ? BackwardDqTile{80, 2} : BackwardDqTile{64, 1};
 }
 
 // Whether the first keys and the last queries have most to do, as under a causal mask. A left side
@@ -91,36 +77,63 @@ constexpr int backward_section_sm90(bool triangular, int compiled_head_dim) {
   return !triangular ? 1 : compiled_head_dim == 64 ? 8 : 16;
 }
 
+// The order in which key blocks start: section after section, inside one heads fastest and keys
+// upwards or, where the short blocks are to come first, downwards.
+struct BackwardSections {
+  int heads;         // key/value heads of a section
+  int last;          // the first head of the last section, which has all heads from there on
+  bool short_first;  // all sections but the last; the long blocks of that one fill no end
+};
+
+// Where dQ is added in a fixed order, that of the blocks, a block follows the one before it in its
+// head, and may fall behind where few heads are interleaved. Under a causal mask the short blocks
+// come first and walk upwards from the diagonal: each step is then met by one block after the other
+// by itself. The end of the grid is left to heads whose long blocks come first.
+constexpr int kOrderedSection = 8;
+constexpr int ordered_last_section(bool triangular) { return triangular ? 16 : kOrderedSection; }
+
+constexpr BackwardSections backward_sections_sm90(int heads, bool triangular, int compiled_head_dim,
+                                                  bool ordered) {
+  const int section =
+      ordered ? kOrderedSection : backward_section_sm90(triangular, compiled_head_dim);
+  const int last = ordered ? ordered_last_section(triangular) : 1;
+  return {section, max_int(0, heads - last) / section * section, ordered && triangular};
+}
+
 // Query rows of a head by which its accumulator is zeroed and converted.
 constexpr int kBackwardUnit = 64;
 
 // Key/value heads by which the accumulator of dQ is zeroed ahead of the products and converted
 // behind them; the passes before and after do it for as many heads. Ahead: what the blocks in
 // flight need has been asked for a section before. Behind: the blocks in flight, at least, are not
-// waited for. A call with no more heads leaves it all to the passes.
+// waited for. A call with no more heads leaves it all to the passes. Where the first block to reach
+// a step of dQ stores instead of adding, nothing is zeroed.
 struct BackwardLead {
   int zero, convert;
 };
-constexpr BackwardLead backward_lead_sm90(const Problem& problem, bool triangular) {
+constexpr BackwardLead backward_lead_sm90(const Problem& problem, bool triangular, bool ordered) {
   const int blocks = (problem.kv_len + 127) / 128, in_flight = 150;
   const int section =
       backward_section_sm90(triangular, backward_head_dim_sm90(problem.widest_dim()));
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const int wave = (in_flight + blocks - 1) / blocks;
+  if (ordered) {
+    const int longest_section = ordered_last_section(triangular) + kOrderedSection - 1;
+    return {0, min_int(heads, max_int(longest_section, wave))};
+  }
   return {min_int(heads, max_int(2 * section, 2 * wave)), min_int(heads, max_int(section, wave))};
 }
 
 // Query rows of a head in the workspace: whole steps of every tile.
 constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127) / 128 * 128; }
 
-// Floats of workspace: lse in log2 units and delta for every row, the accumulator of dQ and its two
-// counters a key/value head.
-constexpr int64_t backward_workspace(const Problem& problem, bool deterministic) {
+// Floats of workspace: lse in log2 units and delta for every row, the accumulator of dQ, its two
+// counters a key/value head and one a unit.
+constexpr int64_t backward_workspace(const Problem& problem) {
   const int64_t rows =
       int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
-  const bool accumulates = backward_accumulates_dq(problem.widest_dim(), deterministic);
-  if (!accumulates) return rows * 2;
-  return rows * (2 + backward_head_dim_sm90(problem.widest_dim())) +
+  if (!backward_accumulates_dq(problem.widest_dim())) return rows * 2;
+  return rows * (2 + backward_head_dim_sm90(problem.widest_dim())) + rows / kBackwardUnit +
          2 * int64_t{problem.batch} * problem.kv_heads;
 }
 
@@ -128,6 +141,7 @@ struct BackwardWorkspace {
   float *lse2, *delta;    // (B, N, padded rows)
   float* dq;              // (B, N, padded rows, compiled head dim) in the order of DqFragment
   float *zeroed, *added;  // (B, K): blocks that have zeroed their share, warpgroups done adding
+  float* turns;           // (B, N, steps of a head): blocks that have added, in a fixed order
   int64_t padded_rows;
 
   constexpr explicit BackwardWorkspace(const BackwardParams& params)
@@ -136,6 +150,7 @@ struct BackwardWorkspace {
         dq(nullptr),
         zeroed(nullptr),
         added(nullptr),
+        turns(nullptr),
         padded_rows(0) {
     const Problem& problem = params.forward.problem;
     padded_rows = backward_padded_rows(problem.q_len);
@@ -144,6 +159,7 @@ struct BackwardWorkspace {
     dq = delta + rows;
     zeroed = dq + rows * backward_head_dim_sm90(problem.widest_dim());
     added = zeroed + int64_t{problem.batch} * problem.kv_heads;
+    turns = added + int64_t{problem.batch} * problem.kv_heads;
   }
 };
 

@@ -16,6 +16,7 @@ namespace flashattn {
 struct BackwardBarriers {
   uint32_t k_full, v_full, repair;
   uint32_t q_full, q_empty, dout_full, dout_empty;  // of stage 0, the next 8 bytes further
+  uint32_t dq_full, dq_empty;                       // likewise
 
   __device__ explicit BackwardBarriers(uint32_t base)
       : k_full(base),
@@ -24,7 +25,9 @@ struct BackwardBarriers {
         q_full(base + 24),
         q_empty(base + 40),
         dout_full(base + 56),
-        dout_empty(base + 72) {}
+        dout_empty(base + 72),
+        dq_full(base + 88),
+        dq_empty(base + 104) {}
 
   __device__ void init() const {
     for (uint32_t barrier : {k_full, v_full, repair}) mbarrier_init(barrier, 1);
@@ -33,6 +36,8 @@ struct BackwardBarriers {
       mbarrier_init(dout_full + 8 * i, 1);
       mbarrier_init(q_empty + 8 * i, 2);  // one arrival a warpgroup
       mbarrier_init(dout_empty + 8 * i, 2);
+      mbarrier_init(dq_full + 8 * i, 8);  // one arrival a warp
+      mbarrier_init(dq_empty + 8 * i, 1);
     }
     mbarrier_init_fence();
   }
@@ -44,10 +49,11 @@ struct BackwardMaps {
 
 // What follows from the parameters, computed by the host so that it costs no registers.
 struct BackwardGrid {
-  int key_blocks, section;  // section: key/value heads whose key blocks are interleaved
-  int heads;                // key/value heads, counted through the batches
-  int group;                // query heads of a key/value head
-  bool triangular;          // backward_is_triangular()
+  int key_blocks;
+  BackwardSections sections;
+  int heads;        // key/value heads, counted through the batches
+  int group;        // query heads of a key/value head
+  bool triangular;  // backward_is_triangular()
   BackwardLead lead;
   float scale, scale_log2;  // of the scores; in log2 units
   BackwardWorkspace workspace;
@@ -65,8 +71,11 @@ struct BackwardTask {
   Range keys, valid;  // of the sequence: keys that some row sees, rows that see some key
   int low, high;      // row i sees key j iff low <= j - i <= high
   // Steps before plain_begin and from plain_end on need the mask; those from far_step on meet the
-  // far edge. Without a step between, all are before plain_begin.
+  // far edge. Without a step between, the walk ends before it comes to the plain ones.
   int first_step, plain_begin, plain_end, far_step, end_step;
+  // The walk over them, from start_step by stride (1 or -1) to before stop_step: masked_first steps
+  // with a mask, then the plain ones, then the others.
+  int start_step, stride, stop_step, masked_first;
 
   __device__ __forceinline__ int steps() const { return end_step - first_step; }
 
@@ -75,24 +84,38 @@ struct BackwardTask {
     return key < keys.end ? key - high : 1 << 30;
   }
   __device__ __forceinline__ int end_row(int key) const { return key - low + 1; }
+
+  // Ordered: how many blocks add to this step before this one. Blocks start with keys upwards where
+  // steps go downwards, and the reverse, and those that see a step are neighbours, since a band of
+  // diagonals has no holes: the first is that of the first or the last key that its rows see.
+  __device__ __forceinline__ int adders_before(int step, int rows, int block_keys) const {
+    const int first_row = step * rows, block = first_key / block_keys;
+    return stride < 0 ? block - max(0, first_row + low) / block_keys
+                      : min(keys.end - 1, first_row + rows - 1 + high) / block_keys - block;
+  }
 };
 
 __device__ inline BackwardTask find_task(const PrefillParams& forward, const BackwardGrid& grid,
-                                         int rows, int keys) {
+                                         int rows, int keys, bool ordered) {
   const Problem& problem = forward.problem;
-  // Inside a section heads run fastest and keys upwards: under a causal mask the longest blocks
-  // first.
-  const int per_section = grid.key_blocks * grid.section;
-  const int section = blockIdx.x / per_section, inside = blockIdx.x % per_section;
-  const int section_heads = min(grid.section, grid.heads - section * grid.section);
-  const int head = section * grid.section + inside % section_heads;
+  const BackwardSections& sections = grid.sections;
+  const int block = static_cast<int>(blockIdx.x);
+  const int section = block / (grid.key_blocks * sections.heads) * sections.heads;
+  const int first_head = min(section, sections.last);
+  const bool is_last = first_head == sections.last;
+  const int section_heads = is_last ? grid.heads - first_head : sections.heads;
+  const int inside = block - first_head * grid.key_blocks;
+  const int key_block = inside / section_heads;
+  const bool upwards = is_last || !sections.short_first;  // the keys
+  const int head = first_head + inside % section_heads;
   BackwardTask task;
   task.b = head / problem.kv_heads;
   task.kv_head = head % problem.kv_heads;
   task.q_batch = task.b % forward.q.batches;
   task.k_batch = task.b % forward.k.batches;
   task.v_batch = task.b % forward.v.batches;
-  task.first_key = inside / section_heads * keys;
+  task.first_key = (upwards ? key_block : grid.key_blocks - 1 - key_block) * keys;
+  task.stride = ordered && upwards ? -1 : 1;
   const Sequence sequence(forward, task.b);
   task.low = sequence.low;
   task.high = min(sequence.high, 1 << 30);  // so that no difference of rows overflows
@@ -103,6 +126,7 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
   const int first_seen = max(task.first_key, task.keys.begin);
   const int last_seen = min(last_key, task.keys.end - 1);
   task.first_step = task.plain_begin = task.plain_end = task.far_step = task.end_step = 0;
+  task.start_step = task.stop_step = task.masked_first = 0;
   if (first_seen > last_seen) return task;
 
   const Range seeing = sequence.queries_seeing(first_seen, last_seen);
@@ -114,8 +138,36 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
   task.plain_end = min(task.far_step, task.end_step);
   task.plain_begin = (max(0, task.first_row(last_key)) + rows - 1) / rows;
   task.plain_begin = max(task.plain_begin, task.first_step);
-  if (task.plain_begin >= task.plain_end) task.plain_begin = task.plain_end = task.end_step;
+  if (task.plain_begin >= task.plain_end)
+    task.plain_begin = task.plain_end = task.stride > 0 ? task.end_step : task.first_step;
+  if (task.stride > 0) {
+    task.start_step = task.first_step;
+    task.stop_step = task.end_step;
+    task.masked_first = task.plain_begin - task.first_step;
+  } else {
+    task.start_step = task.end_step - 1;
+    task.stop_step = task.first_step - 1;
+    task.masked_first = task.end_step - task.plain_end;
+  }
   return task;
+}
+
+// visit(query head of the group, step) for every tile of queries, in the order of the walk. Where
+// additions are ordered the heads of a step come together: head after head, the short blocks of a
+// causal mask would come to the second one long before the block they have to wait for.
+template <bool Ordered, class Visit>
+__device__ __forceinline__ void for_each_tile(const BackwardTask& task, int group, Visit&& visit) {
+  if constexpr (Ordered) {
+#pragma unroll 1
+    for (int step = task.start_step; step != task.stop_step; step += task.stride)
+#pragma unroll 1
+      for (int g = 0; g < group; ++g) visit(g, step);
+  } else {
+#pragma unroll 1
+    for (int g = 0; g < group; ++g)
+#pragma unroll 1
+      for (int step = task.first_step; step < task.end_step; ++step) visit(g, step);
+  }
 }
 
 // ---- the producer warp
@@ -131,45 +183,40 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
   loader.template load<L::kKeys>(smem + L::kK, &maps.k, barriers.k_full, task.first_key,
                                  task.kv_head, task.k_batch, task.keys, problem.kv_len, 0);
   grid_dependency_wait();  // lse2 and delta; the tiles do not depend on the pass before
-  if constexpr (L::kAccumulates) {
+  if constexpr (L::kZeroesAhead) {
     const int kv_head_index = task.b * problem.kv_heads + task.kv_head;
     if (kv_head_index >= grid.lead.zero)
       wait_for_count(grid.workspace.zeroed + kv_head_index, grid.key_blocks);
   }
-#pragma unroll 1
-  for (int g = 0; g < grid.group; ++g) {
-    const int head = task.kv_head * grid.group + g;
-    const auto stats_row = [&](int row) {
+  for_each_tile<L::kOrdered>(task, grid.group, [&](int g, int step) {
+    const int head = task.kv_head * grid.group + g, row = step * L::kRows;
+    const auto stats_row = [&] {
       return (int64_t{task.b} * problem.q_heads + head) * grid.workspace.padded_rows + row;
     };
-#pragma unroll 1
-    for (int step = task.first_step; step < task.end_step; ++step) {
-      const int row = step * L::kRows;
-      const uint32_t q_full = barriers.q_full + 8 * q_ring.stage;
-      mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
-      loader.template load<L::kRows>(smem + L::kQ + q_ring.stage * L::kQueryBytes, &maps.q, q_full,
-                                     row, head, task.q_batch, task.valid, problem.q_len,
-                                     L::kStatBytes);
-      if (lane == 0)
-        bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes,
-                  grid.workspace.lse2 + stats_row(row), L::kStatBytes, q_full);
-      q_ring.advance();
+    const uint32_t q_full = barriers.q_full + 8 * q_ring.stage;
+    mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
+    loader.template load<L::kRows>(smem + L::kQ + q_ring.stage * L::kQueryBytes, &maps.q, q_full,
+                                   row, head, task.q_batch, task.valid, problem.q_len,
+                                   L::kStatBytes);
+    if (lane == 0)
+      bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes, grid.workspace.lse2 + stats_row(),
+                L::kStatBytes, q_full);
+    q_ring.advance();
 
-      if (g == 0 && step == task.first_step)
-        loader.template load<L::kKeys>(smem + L::kV, &maps.v, barriers.v_full, task.first_key,
-                                       task.kv_head, task.v_batch, task.keys, problem.kv_len, 0);
+    if (g == 0 && step == task.start_step)
+      loader.template load<L::kKeys>(smem + L::kV, &maps.v, barriers.v_full, task.first_key,
+                                     task.kv_head, task.v_batch, task.keys, problem.kv_len, 0);
 
-      const uint32_t dout_full = barriers.dout_full + 8 * dout_ring.stage;
-      mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
-      loader.template load<L::kRows>(smem + L::kDout + dout_ring.stage * L::kQueryBytes, &maps.dout,
-                                     dout_full, row, head, task.b, task.valid, problem.q_len,
-                                     L::kStatBytes);
-      if (lane == 0)
-        bulk_load(smem + L::kDelta + dout_ring.stage * L::kStatBytes,
-                  grid.workspace.delta + stats_row(row), L::kStatBytes, dout_full);
-      dout_ring.advance();
-    }
-  }
+    const uint32_t dout_full = barriers.dout_full + 8 * dout_ring.stage;
+    mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
+    loader.template load<L::kRows>(smem + L::kDout + dout_ring.stage * L::kQueryBytes, &maps.dout,
+                                   dout_full, row, head, task.b, task.valid, problem.q_len,
+                                   L::kStatBytes);
+    if (lane == 0)
+      bulk_load(smem + L::kDelta + dout_ring.stage * L::kStatBytes,
+                grid.workspace.delta + stats_row(), L::kStatBytes, dout_full);
+    dout_ring.advance();
+  });
   // Consumers that look one tile ahead find one more, and do not use what they make of it.
   if constexpr (L::kLooksAhead) {
     mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);

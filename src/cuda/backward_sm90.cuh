@@ -25,13 +25,14 @@ inline Status launch_backward_pass(const char* name, const void* kernel,
 }
 
 inline BackwardLead backward_lead_of(const BackwardParams& params) {
-  return backward_lead_sm90(params.forward.problem, backward_is_triangular(params.forward));
+  return backward_lead_sm90(params.forward.problem, backward_is_triangular(params.forward),
+                            params.deterministic);
 }
 
-template <class T, int HeadDim, bool ZeroDq>
+template <class T, int HeadDim>
 Status launch_backward_prepare(const BackwardParams& params, const Device& device,
                                cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim, ZeroDq>);
+  const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim>);
   const Problem& problem = params.forward.problem;
   return launch_backward_pass("backward_prepare", kernel, params,
                               int64_t{problem.batch} * problem.q_heads,
@@ -72,9 +73,10 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
 
   const float scale = static_cast<float>(forward.scores.scale);
   const bool triangular = backward_is_triangular(forward);
+  const int heads = problem.batch * problem.kv_heads;
   BackwardGrid grid{(problem.kv_len + L::kKeys - 1) / L::kKeys,
-                    backward_section_sm90(triangular, HeadDim),
-                    problem.batch * problem.kv_heads,
+                    backward_sections_sm90(heads, triangular, HeadDim, L::kOrdered),
+                    heads,
                     problem.group(),
                     triangular,
                     backward_lead_of(params),
@@ -87,12 +89,12 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
   return launch({name, kernel, dim3(blocks), 384, L::kBytes, 1, true}, args, device, stream);
 }
 
-template <class T, int HeadDim, bool WithDq>
+template <class T, int HeadDim, bool Ordered>
 Status launch_backward_keys_sm90(const BackwardParams& params, const Device& device,
                                  cudaStream_t stream) {
   const void* kernel =
-      reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, WithDq>);
-  return launch_backward_keys<BackwardLayout<HeadDim, WithDq>, HeadDim>(
+      reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, Ordered>);
+  return launch_backward_keys<BackwardLayout<HeadDim, Ordered>, HeadDim>(
       "backward_keys_sm90", kernel, params, device, stream);
 }
 
@@ -108,29 +110,21 @@ Status launch_backward_wide_sm90(const BackwardParams& params, const Device& dev
 template <class T, int HeadDim>
 Status launch_backward_accumulating(const BackwardParams& params, const Device& device,
                                     cudaStream_t stream) {
-  if (Status s = launch_backward_prepare<T, HeadDim, true>(params, device, stream); !s.ok())
-    return s;
-  if (Status s = launch_backward_keys_sm90<T, HeadDim, true>(params, device, stream); !s.ok())
+  if (Status s = launch_backward_prepare<T, HeadDim>(params, device, stream); !s.ok()) return s;
+  if (Status s = params.deterministic
+                     ? launch_backward_keys_sm90<T, HeadDim, true>(params, device, stream)
+                     : launch_backward_keys_sm90<T, HeadDim, false>(params, device, stream);
+      !s.ok())
     return s;
   return launch_backward_finish<T, HeadDim>(params, device, stream);
-}
-
-template <class T, int HeadDim>
-Status launch_backward_dkv(const BackwardParams& params, const Device& device,
-                           cudaStream_t stream) {
-  if constexpr (HeadDim <= 128)
-    return launch_backward_keys_sm90<T, HeadDim, false>(params, device, stream);
-  else
-    return launch_backward_wide_sm90<T, HeadDim>(params, device, stream);
 }
 
 // Prepare, dK and dV, dQ: nothing is added up across blocks.
 template <class T, int HeadDim>
 Status launch_backward_split(const BackwardParams& params, const Device& device,
                              cudaStream_t stream) {
-  if (Status s = launch_backward_prepare<T, HeadDim, false>(params, device, stream); !s.ok())
-    return s;
-  if (Status s = launch_backward_dkv<T, HeadDim>(params, device, stream); !s.ok()) return s;
+  if (Status s = launch_backward_prepare<T, HeadDim>(params, device, stream); !s.ok()) return s;
+  if (Status s = launch_backward_wide_sm90<T, HeadDim>(params, device, stream); !s.ok()) return s;
   return launch_backward_dq_sm90<T, HeadDim>(params, device, stream);
 }
 
@@ -149,11 +143,10 @@ inline Status launch_backward_sinks(const BackwardParams& params, const Device& 
 template <class T, int HeadDim>
 Status launch_backward_products(const BackwardParams& params, const Device& device,
                                 cudaStream_t stream) {
-  if constexpr (HeadDim <= 128) {
-    if (backward_accumulates_dq(HeadDim, params.deterministic))
-      return launch_backward_accumulating<T, HeadDim>(params, device, stream);
-  }
-  return launch_backward_split<T, HeadDim>(params, device, stream);
+  if constexpr (backward_accumulates_dq(HeadDim))
+    return launch_backward_accumulating<T, HeadDim>(params, device, stream);
+  else
+    return launch_backward_split<T, HeadDim>(params, device, stream);
 }
 
 template <class T, int HeadDim>
