@@ -467,7 +467,9 @@ def test_prefill_repeats_in_fifty_runs(platform, head_dim, causal, spread):
 
 @on_gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"local_window_size": (600, 0)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"local_window_size": (600, 0)}], ids=str
+)
 @pytest.mark.parametrize(
     "batch,length,heads,kv_heads",
     [(1, 4096, 4, 2), (2, 1000, 24, 24), (1, 20000, 1, 1)],  # the last: more blocks than processors
