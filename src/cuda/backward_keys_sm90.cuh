@@ -125,7 +125,7 @@ class BackwardConsumer {
       masked = task_.masked_first;
       left = task_.plain_end - task_.plain_begin;
     }
-    if constexpr (!kDqBeforeDk) last_dq();
+    if constexpr (kTogether) last_dq();
     grid_dependency_trigger();  // not before: what starts sooner has nothing to do but to wait
     store_gradients();
   }
@@ -150,8 +150,6 @@ class BackwardConsumer {
   __device__ __forceinline__ int stride() const { return Ordered ? task_.stride : 1; }
 
   static constexpr bool kTogether = L::kTile.order == BackwardOrder::kTogether;
-  static constexpr bool kDqBeforeDk = L::kTile.dq == BackwardDq::kBeforeDk;
-  static_assert(!kTogether || !kDqBeforeDk, "dV and dK start together, with nothing between them");
 
   // ---- the pieces of a step
   __device__ __forceinline__ uint32_t q_tile() const {
@@ -288,9 +286,9 @@ class BackwardConsumer {
 
   template <bool Masked>
   __device__ __forceinline__ void step() {
-    if constexpr (!kDqBeforeDk) issue_previous_dq();
+    if constexpr (kTogether) issue_previous_dq();
     issue_scores();
-    if constexpr (!kDqBeforeDk) {
+    if constexpr (kTogether) {
       wgmma_wait<1>();
       store_dq();
     }
@@ -308,9 +306,8 @@ class BackwardConsumer {
   // it.
   __device__ __forceinline__ void issue_previous_dq() {
     named_barrier_sync(kDsBarrier, 256);
-    if constexpr (kTogether) wgmma_wait<0>();
+    wgmma_wait<0>();
     issue_dq(ring_.stage ^ 1);
-    if constexpr (!kTogether) wgmma_wait<1>();
     release_previous();
   }
 
@@ -321,8 +318,7 @@ class BackwardConsumer {
     mbarrier_wait(dout_full, ring_.phase);
     issue_dp();
     wgmma_wait<1>();
-    if (kDqBeforeDk && accumulate)
-      release_q(ring_.stage ^ 1);  // dK of the block before is complete
+    if (!kTogether && accumulate) release_q(ring_.stage ^ 1);  // dK of the block before is complete
     exponentials<Masked>();
     if constexpr (kTogether) {
       // Passes at once; its branch keeps the exponentials ahead of the wait for dP.
@@ -341,14 +337,9 @@ class BackwardConsumer {
       wgmma_commit();
       wgmma_wait<1>();
       score_gradients<T, kRows, Masked>(ds_, s_, dp_, delta());
-      if constexpr (!kDqBeforeDk) {
-        wgmma_fence();
-        issue_dk(accumulate);
-        wgmma_commit();
-      }
     }
     store_ds();
-    if constexpr (kDqBeforeDk) dq_before_dk(accumulate);
+    if constexpr (!kTogether) dq_before_dk(accumulate);
     next_block();
   }
 

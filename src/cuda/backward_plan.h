@@ -25,23 +25,16 @@ constexpr int backward_head_dim_sm90(int head_dim) {
                            : 0;
 }
 
-// The order of a step of the kernel that owns keys (backward_keys_sm90.cuh).
+// The order of a step of the kernel that owns keys (backward_keys_sm90.cuh). S, dP and dQ read both
+// operands from shared memory and take all of its bandwidth, dV and dK read one and leave half.
 enum class BackwardOrder {
-  kValueFirst,  // dV starts before dS is formed
-  kTogether,    // dV and dK start together: fewer registers
-};
-
-// When dQ of a step is computed and stored.
-enum class BackwardDq {
-  kNextStep,  // as the next step starts; stored under its S and dP
-  kBeforeDk,  // between dV and dK; stored under dK. S, dP and dQ read both operands from shared
-              // memory and take all of its bandwidth, dV and dK read one and leave half.
+  kValueFirst,  // dV starts before dS is formed; dQ between dV and dK, stored under dK
+  kTogether,    // dV and dK start together; dQ as the next step starts. Fewer registers
 };
 
 struct BackwardTile {
   int rows;  // query rows of a step
   BackwardOrder order;
-  BackwardDq dq;
   int unroll;  // unmasked steps between two full waits
 };
 
@@ -49,9 +42,8 @@ struct BackwardTile {
 // faster without a mask and slower with one). H 64: 128 rows, since dK and dV take half the
 // registers.
 constexpr BackwardTile backward_tile_sm90(int compiled_head_dim) {
-  return compiled_head_dim == 128
-             ? BackwardTile{64, BackwardOrder::kValueFirst, BackwardDq::kBeforeDk, 1}
-             : BackwardTile{128, BackwardOrder::kTogether, BackwardDq::kNextStep, 2};
+  return compiled_head_dim == 128 ? BackwardTile{64, BackwardOrder::kValueFirst, 1}
+                                  : BackwardTile{128, BackwardOrder::kTogether, 2};
 }
 
 // The kernel of dQ alone, 128 query rows a block: as many keys a step as registers (S, dP, dS, dQ:
