@@ -369,9 +369,8 @@ def _emit_backward(platform, operands, results, options):
     check_cuda("backward", operands["query"].dtype, (size["h"], size["v"]))
     padded, results_padded = pad_head_dims(operands, results, options)
     widest = max(padded[name].shape[-1] for name in ("query", "value"))
-    floats = _ffi.cuda().backward_workspace(
-        size["b"], size["t"], size["s"], size["n"], size["k"], widest
-    )
+    lengths = (size[name] for name in "btsnk")
+    floats = _ffi.cuda().backward_workspace(*lengths, widest, options.deterministic)
     workspace = {"workspace": jax.ShapeDtypeStruct((floats,), jnp.float32)}
     outs = _ffi.call("backward", padded, results_padded | workspace, **attributes)
     return [unpad(outs[name], like) for name, like in results.items()]

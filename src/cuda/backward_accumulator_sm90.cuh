@@ -27,26 +27,27 @@ struct DqFragment {
   static_assert(kFloats == kBackwardUnit * 64, "a unit is contiguous, 64 columns after 64 columns");
 };
 
-// dq = scale * accumulator for eight query rows, by one warp. `dq` is this lane's float4 of the
-// eight rows' first 16 columns, `out` row lane / 4 at column 2 (lane % 4); `columns` exist.
-template <class T, int HeadDim, int AtOnce>
-__device__ __forceinline__ void convert_row_group(const float4* dq, T* out, int columns,
-                                                  bool contributes, float scale) {
+// dq = scale * accumulator for eight query rows, by one warp, 16 columns a float4 from 16 `first`
+// on. `dq` is this lane's float4 of the eight rows' first 16 columns, `out` row lane / 4 at column
+// 2 (lane % 4); `columns` exist.
+template <int N>
+__device__ __forceinline__ void load_row_group(float4 (&x)[N], const float4* dq, int first) {
 #pragma unroll
-  for (int first = 0; first < HeadDim / 16; first += AtOnce) {
-    float4 x[AtOnce];
+  for (int i = 0; i < N; ++i)
+    x[i] = __ldcg(dq + (first + i) / 4 * (kBackwardUnit * 16) + (first + i) % 4 * 32);
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_row_group(const float4 (&x)[N], int first, T* out,
+                                                int columns, bool contributes, float scale) {
 #pragma unroll
-    for (int i = 0; i < AtOnce; ++i)
-      x[i] = __ldcg(dq + (first + i) / 4 * (kBackwardUnit * 16) + (first + i) % 4 * 32);
-#pragma unroll
-    for (int i = 0; i < AtOnce; ++i) {
-      const int column = 16 * (first + i);
-      const uint32_t low = movmatrix_trans(pack<T>(x[i].x * scale, x[i].y * scale));
-      const uint32_t high = movmatrix_trans(pack<T>(x[i].z * scale, x[i].w * scale));
-      if (column < columns) *reinterpret_cast<uint32_t*>(out + column) = contributes ? low : 0u;
-      if (column + 8 < columns)
-        *reinterpret_cast<uint32_t*>(out + column + 8) = contributes ? high : 0u;
-    }
+  for (int i = 0; i < N; ++i) {
+    const int column = 16 * (first + i);
+    const uint32_t low = movmatrix_trans(pack<T>(x[i].x * scale, x[i].y * scale));
+    const uint32_t high = movmatrix_trans(pack<T>(x[i].z * scale, x[i].w * scale));
+    if (column < columns) *reinterpret_cast<uint32_t*>(out + column) = contributes ? low : 0u;
+    if (column + 8 < columns)
+      *reinterpret_cast<uint32_t*>(out + column + 8) = contributes ? high : 0u;
   }
 }
 
@@ -107,9 +108,14 @@ __device__ __forceinline__ void convert_row_groups(const BackwardParams& params,
     const float4* dq = task.dq + i / 8 * (kBackwardUnit * HeadDim / 4) + i % 8 * 128 + lane;
     const int head = i / task.head_groups, t = i % task.head_groups * 8 + lane / 4;
     T* out = task.out + head * params.dq.head + t * params.dq.seq + 2 * (lane % 4);
-    convert_row_group<T, HeadDim, 2>(
-        dq, out, t < params.forward.problem.q_len ? params.forward.problem.head_dim : 0,
-        t >= task.valid.begin && t < task.valid.end, scale);
+    const int columns = t < params.forward.problem.q_len ? params.forward.problem.head_dim : 0;
+    const bool contributes = t >= task.valid.begin && t < task.valid.end;
+#pragma unroll
+    for (int first = 0; first < HeadDim / 16; first += 2) {
+      float4 x[2];
+      load_row_group(x, dq, first);
+      store_row_group<T>(x, first, out, columns, contributes, scale);
+    }
   }
 }
 

@@ -453,13 +453,16 @@ __device__ __forceinline__ void add_in_order(const BackwardParams& params, const
   static_assert(kBytes == L::kRows * HeadDim * 4, "both warpgroups' parts are one piece");
   const int kv_head_index = task.b * params.forward.problem.kv_heads + task.kv_head;
   const int head_tiles = static_cast<int>(grid.workspace.padded_rows / L::kRows);
+  const int part = task.first_key / L::kKeys % grid.workspace.parts;
+  float* dq = grid.workspace.dq + part * grid.workspace.part_rows * HeadDim;
+  float* turns = grid.workspace.turns + part * grid.workspace.part_rows / kBackwardUnit;
   RingPosition<L::kDqStages> ring;
   for_each_tile<true>(task, grid.group, [&](int g, int step) {
     const int tile = (kv_head_index * grid.group + g) * head_tiles + step;
-    const int before = task.adders_before(step, L::kRows, L::kKeys);
-    if (before > 0) wait_for_count(grid.workspace.turns + tile, before, 20);
+    const int before = task.adders_before(step, L::kRows, L::kKeys, grid.workspace.parts);
+    if (before > 0) wait_for_count(turns + tile, before, 20);
     mbarrier_wait(barriers.dq_full + 8 * ring.stage, ring.phase);
-    float* to = grid.workspace.dq + int64_t{tile} * (L::kRows * HeadDim);
+    float* to = dq + int64_t{tile} * (L::kRows * HeadDim);
     const uint32_t from = smem + L::kDq + ring.stage * kBytes;
     if (before > 0)
       bulk_reduce_add_f32_if(true, to, from, kBytes);
@@ -469,7 +472,7 @@ __device__ __forceinline__ void add_in_order(const BackwardParams& params, const
     mbarrier_arrive(barriers.dq_empty + 8 * ring.stage);
     bulk_wait<0>();
     fence_async_proxy_global();
-    add_release_f32(grid.workspace.turns + tile, 1.f);
+    add_release_f32(turns + tile, 1.f);
     ring.advance();
   });
   add_release_f32(grid.workspace.added + kv_head_index, 2.f);  // for both warpgroups

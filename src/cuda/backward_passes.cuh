@@ -26,6 +26,14 @@ __device__ __forceinline__ Range keys_seen(const Sequence& sequence) {
   return sequence.keys_seen_by(0, sequence.q_len - 1);
 }
 
+// The key blocks that some of these rows sees, of which one sees a key at least: neighbours, since
+// a band of diagonals has no holes.
+__device__ __forceinline__ Range blocks_seen_by(int first_row, int rows, int low, int high,
+                                                int keys_end, int block_keys) {
+  return {max(0, first_row + low) / block_keys,
+          min(keys_end - 1, first_row + rows - 1 + high) / block_keys + 1};
+}
+
 // One unit of one query head: blockIdx.x counts units, then heads from `first_head` on, then
 // batches.
 struct QueryBlock {
@@ -75,7 +83,8 @@ __global__ void __launch_bounds__(kPassThreads)
   const int group = forward.problem.group();
   if constexpr (backward_accumulates_dq(HeadDim)) {
     if (threadIdx.x == 0) {
-      workspace.turns[first_padded / kRows] = 0.f;
+      for (int part = 0; part < workspace.parts; ++part)
+        workspace.turns[(part * workspace.part_rows + first_padded) / kRows] = 0.f;
       if (block.first_row == 0 && block.head % group == 0)
         workspace.zeroed[block.head_index / group] = workspace.added[block.head_index / group] =
             0.f;
@@ -121,23 +130,45 @@ __global__ void __launch_bounds__(kPassThreads)
   grid_dependency_trigger();
 }
 
-// dq = scale * accumulator of the last `lead` key/value heads.
+// dq = scale * accumulator of the last `lead` key/value heads, or the sum of the accumulators that
+// key blocks have added to, in the order of the first that did.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kPassThreads)
     backward_finish_kernel(const __grid_constant__ BackwardParams params, int lead) {
+  constexpr int kStepRows = backward_tile_sm90(HeadDim).rows, kLoads = HeadDim / 16;
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
   const BackwardWorkspace workspace(params);
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const QueryBlock block(problem, workspace.padded_rows, (heads - lead) * problem.group());
-  const Range valid = rows_with_keys(Sequence(forward, block.b));
+  const Sequence sequence(forward, block.b);
+  const Range valid = rows_with_keys(sequence);
   const int group = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int t = block.first_row + 8 * group + lane / 4;
-  const float* dq =
-      workspace.dq + (block.head_index * workspace.padded_rows + block.first_row) * HeadDim;
+  const int64_t first_padded = block.head_index * workspace.padded_rows + block.first_row;
+  const auto part_of = [&](int i) {
+    return reinterpret_cast<const float4*>(
+               workspace.dq +
+               (i % workspace.parts * workspace.part_rows + first_padded) * HeadDim) +
+           group * 128 + lane;
+  };
+  Range adders{0, 1};
+  if (workspace.parts > 1)
+    adders = blocks_seen_by(block.first_row / kStepRows * kStepRows, kStepRows, sequence.low,
+                            min(sequence.high, 1 << 30), keys_seen(sequence).end, 128);
   grid_dependency_wait();
-  convert_row_group<T, HeadDim, HeadDim / 16>(
-      reinterpret_cast<const float4*>(dq) + group * 128 + lane,
+  float4 x[kLoads];
+  load_row_group<kLoads>(x, part_of(adders.begin), 0);
+#pragma unroll 1
+  for (int i = 1; i < min(workspace.parts, adders.end - adders.begin); ++i) {
+    float4 more[kLoads];
+    load_row_group<kLoads>(more, part_of(adders.begin + i), 0);
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k)
+      x[k] = {x[k].x + more[k].x, x[k].y + more[k].y, x[k].z + more[k].z, x[k].w + more[k].w};
+  }
+  store_row_group<T, kLoads>(
+      x, 0,
       static_cast<T*>(params.dq.data) + params.dq.offset(block.b, t, block.head) + 2 * (lane % 4),
       t < problem.q_len ? problem.head_dim : 0, valid.has(t),
       static_cast<float>(forward.scores.scale));

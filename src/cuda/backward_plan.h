@@ -80,16 +80,25 @@ struct BackwardSections {
 // Where dQ is added in a fixed order, that of the blocks, a block follows the one before it in its
 // head, and may fall behind where few heads are interleaved. Under a causal mask the short blocks
 // come first and walk upwards from the diagonal: each step is then met by one block after the other
-// by itself. The end of the grid is left to heads whose long blocks come first.
-constexpr int kOrderedSection = 8;
-constexpr int ordered_last_section(bool triangular) { return triangular ? 16 : kOrderedSection; }
+// by itself. The blocks in flight soon meet any step of a section, whose queries, dO and dQ must
+// fit L2, else the long blocks come first, and all in flight keep close together. The end of the
+// grid is left to heads whose long blocks come first.
+constexpr int kOrderedSection = 8, kLongFirstSection = 16;
+constexpr int64_t kOrderedBytes = int64_t{36} << 20;
 
-constexpr BackwardSections backward_sections_sm90(int heads, bool triangular, int compiled_head_dim,
+constexpr BackwardSections backward_sections_sm90(const Problem& problem, bool triangular,
                                                   bool ordered) {
-  const int section =
-      ordered ? kOrderedSection : backward_section_sm90(triangular, compiled_head_dim);
-  const int last = ordered ? ordered_last_section(triangular) : 1;
-  return {section, max_int(0, heads - last) / section * section, ordered && triangular};
+  const int head_dim = backward_head_dim_sm90(problem.widest_dim());
+  const int heads = problem.batch * problem.kv_heads;
+  if (!ordered) {
+    const int section = backward_section_sm90(triangular, head_dim);
+    return {section, max_int(0, heads - 1) / section * section, false};
+  }
+  const int64_t section_rows = int64_t{kOrderedSection} * problem.group() * problem.q_len;
+  const bool short_first = triangular && section_rows * head_dim * 8 <= kOrderedBytes;
+  const int last = triangular ? kLongFirstSection : kOrderedSection;
+  const int section = triangular && !short_first ? kLongFirstSection : kOrderedSection;
+  return {section, max_int(0, heads - last) / section * section, short_first};
 }
 
 // Query rows of a head by which its accumulator is zeroed and converted.
@@ -105,36 +114,56 @@ struct BackwardLead {
 };
 constexpr BackwardLead backward_lead_sm90(const Problem& problem, bool triangular, bool ordered) {
   const int blocks = (problem.kv_len + 127) / 128, in_flight = 150;
-  const int section =
-      backward_section_sm90(triangular, backward_head_dim_sm90(problem.widest_dim()));
+  const BackwardSections sections = backward_sections_sm90(problem, triangular, ordered);
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const int wave = (in_flight + blocks - 1) / blocks;
   if (ordered) {
-    const int longest_section = ordered_last_section(triangular) + kOrderedSection - 1;
+    const int64_t longest_section = max_int(sections.heads, heads - sections.last);
     return {0, min_int(heads, max_int(longest_section, wave))};
   }
-  return {min_int(heads, max_int(2 * section, 2 * wave)), min_int(heads, max_int(section, wave))};
+  return {min_int(heads, max_int(2 * sections.heads, 2 * wave)),
+          min_int(heads, max_int(sections.heads, wave))};
 }
 
 // Query rows of a head in the workspace: whole steps of every tile.
 constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127) / 128 * 128; }
 
-// Floats of workspace: lse in log2 units and delta for every row, the accumulator of dQ, its two
-// counters a key/value head and one a unit.
-constexpr int64_t backward_workspace(const Problem& problem) {
+// Accumulators of dQ. In a fixed order, where all heads are one section, its blocks follow each
+// other through the whole call, about 2 us each. They then add to several accumulators by turns,
+// which shortens the chains; the finish pass adds these up, and reads kHopBytes in the meantime.
+constexpr int64_t kHopBytes = int64_t{6} << 20, kPartsBytes = int64_t{64} << 20;
+constexpr int backward_parts_sm90(const Problem& problem, bool ordered) {
+  const int heads = problem.batch * problem.kv_heads, blocks = (problem.kv_len + 127) / 128;
+  if (!ordered || heads == 0 || heads >= 2 * kOrderedSection) return 1;
+  const int64_t chain = max_int(1, min_int(blocks, 132 / heads));
+  const int64_t bytes = int64_t{problem.batch} * problem.q_heads *
+                        backward_padded_rows(problem.q_len) *
+                        backward_head_dim_sm90(problem.widest_dim()) * 4;
+  int parts = 1;
+  while (parts < chain && (parts + 1) * (parts + 1) * bytes <= chain * kHopBytes &&
+         (parts + 1) * bytes <= kPartsBytes)
+    ++parts;
+  return parts;
+}
+
+// Floats of workspace: lse in log2 units and delta for every row, the accumulators of dQ with a
+// counter a unit, two counters a key/value head.
+constexpr int64_t backward_workspace(const Problem& problem, bool deterministic) {
   const int64_t rows =
       int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
   if (!backward_accumulates_dq(problem.widest_dim())) return rows * 2;
-  return rows * (2 + backward_head_dim_sm90(problem.widest_dim())) + rows / kBackwardUnit +
+  const int64_t part = rows * backward_head_dim_sm90(problem.widest_dim()) + rows / kBackwardUnit;
+  return rows * 2 + backward_parts_sm90(problem, deterministic) * part +
          2 * int64_t{problem.batch} * problem.kv_heads;
 }
 
 struct BackwardWorkspace {
-  float *lse2, *delta;    // (B, N, padded rows)
-  float* dq;              // (B, N, padded rows, compiled head dim) in the order of DqFragment
+  float *lse2, *delta;  // (B, N, padded rows)
+  float* dq;            // (parts, B, N, padded rows, compiled head dim) in the order of DqFragment
   float *zeroed, *added;  // (B, K): blocks that have zeroed their share, warpgroups done adding
-  float* turns;           // (B, N, steps of a head): blocks that have added, in a fixed order
-  int64_t padded_rows;
+  float* turns;  // (parts, B, N, steps of a head): blocks that have added, in a fixed order
+  int64_t padded_rows, part_rows;
+  int parts;
 
   constexpr explicit BackwardWorkspace(const BackwardParams& params)
       : lse2(params.workspace),
@@ -143,13 +172,15 @@ struct BackwardWorkspace {
         zeroed(nullptr),
         added(nullptr),
         turns(nullptr),
-        padded_rows(0) {
+        padded_rows(0),
+        part_rows(0),
+        parts(backward_parts_sm90(params.forward.problem, params.deterministic)) {
     const Problem& problem = params.forward.problem;
     padded_rows = backward_padded_rows(problem.q_len);
-    const int64_t rows = int64_t{problem.batch} * problem.q_heads * padded_rows;
-    delta = lse2 + rows;
-    dq = delta + rows;
-    zeroed = dq + rows * backward_head_dim_sm90(problem.widest_dim());
+    part_rows = int64_t{problem.batch} * problem.q_heads * padded_rows;
+    delta = lse2 + part_rows;
+    dq = delta + part_rows;
+    zeroed = dq + parts * part_rows * backward_head_dim_sm90(problem.widest_dim());
     added = zeroed + int64_t{problem.batch} * problem.kv_heads;
     turns = added + int64_t{problem.batch} * problem.kv_heads;
   }

@@ -85,13 +85,13 @@ struct BackwardTask {
   }
   __device__ __forceinline__ int end_row(int key) const { return key - low + 1; }
 
-  // Ordered: how many blocks add to this step before this one. Blocks start with keys upwards where
-  // steps go downwards, and the reverse, and those that see a step are neighbours, since a band of
-  // diagonals has no holes: the first is that of the first or the last key that its rows see.
-  __device__ __forceinline__ int adders_before(int step, int rows, int block_keys) const {
-    const int first_row = step * rows, block = first_key / block_keys;
-    return stride < 0 ? block - max(0, first_row + low) / block_keys
-                      : min(keys.end - 1, first_row + rows - 1 + high) / block_keys - block;
+  // Ordered: how many blocks add to this step before this one, to the same accumulator. Blocks
+  // start with keys upwards where steps go downwards, and the reverse.
+  __device__ __forceinline__ int adders_before(int step, int rows, int block_keys,
+                                               int parts) const {
+    const Range adders = blocks_seen_by(step * rows, rows, low, high, keys.end, block_keys);
+    const int block = first_key / block_keys;
+    return (stride < 0 ? block - adders.begin : adders.end - 1 - block) / parts;
   }
 };
 

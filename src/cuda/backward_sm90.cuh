@@ -75,7 +75,7 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
   const bool triangular = backward_is_triangular(forward);
   const int heads = problem.batch * problem.kv_heads;
   BackwardGrid grid{(problem.kv_len + L::kKeys - 1) / L::kKeys,
-                    backward_sections_sm90(heads, triangular, HeadDim, L::kOrdered),
+                    backward_sections_sm90(problem, triangular, L::kOrdered),
                     heads,
                     problem.group(),
                     triangular,
