@@ -95,13 +95,13 @@ class BackwardConsumer {
     first_step();
     // for_each_tile() says why the heads of a group come inside or outside.
     const int inside = Ordered ? grid_.group : 1, walks = Ordered ? 1 : grid_.group;
-    const int plain = (task_.plain_end - task_.plain_begin) * inside;
     // Every loop edge below is a full wait: accumulators in flight from one loop, or from the
     // peeled first step, into another would make ptxas serialise all products (C7512).
     int masked = task_.masked_first * inside - 1;
-    int left = plain + min(masked, 0);
+    int left = task_.other_edge * inside - 1;
 #pragma unroll 1
     for (int walk = 0;;) {
+      left -= max(masked, 0);
 #pragma unroll 1
       for (; masked > 0; --masked) {
         step<true>();
@@ -118,12 +118,12 @@ class BackwardConsumer {
         for (int i = 0; i < L::kTile.unroll; ++i) step<false>();
         wgmma_wait<0>();
       }
-      masked = (task_.stop_step - step_) * stride() * inside;  // what the other edge cuts
+      masked = left = (task_.stop_step - step_) * stride() * inside;  // what the other edge cuts
       if (masked > 0) continue;
       if (++walk == walks) break;
       begin_walk(walk);
       masked = task_.masked_first;
-      left = task_.plain_end - task_.plain_begin;
+      left = task_.other_edge;
     }
     if constexpr (kTogether) last_dq();
     grid_dependency_trigger();  // not before: what starts sooner has nothing to do but to wait
@@ -452,17 +452,18 @@ __device__ __forceinline__ void add_in_order(const BackwardParams& params, const
   constexpr uint32_t kBytes = 2 * L::kDqBytes;
   static_assert(kBytes == L::kRows * HeadDim * 4, "both warpgroups' parts are one piece");
   const int kv_head_index = task.b * params.forward.problem.kv_heads + task.kv_head;
-  const int head_tiles = static_cast<int>(grid.workspace.padded_rows / L::kRows);
-  const int part = task.first_key / L::kKeys % grid.workspace.parts;
-  float* dq = grid.workspace.dq + part * grid.workspace.part_rows * HeadDim;
-  float* turns = grid.workspace.turns + part * grid.workspace.part_rows / kBackwardUnit;
+  const BackwardWorkspace& workspace = grid.workspace;
+  const int head_tiles = static_cast<int>(workspace.padded_rows / L::kRows);
+  const int part_tiles = static_cast<int>(workspace.part_rows / L::kRows);
+  const int first_tile = task.first_key / L::kKeys % workspace.parts * part_tiles +
+                         kv_head_index * grid.group * head_tiles;
   RingPosition<L::kDqStages> ring;
   for_each_tile<true>(task, grid.group, [&](int g, int step) {
-    const int tile = (kv_head_index * grid.group + g) * head_tiles + step;
-    const int before = task.adders_before(step, L::kRows, L::kKeys, grid.workspace.parts);
-    if (before > 0) wait_for_count(turns + tile, before, 20);
+    const int tile = first_tile + g * head_tiles + step;
+    const int before = task.adders_before(step, L::kRows, L::kKeys, workspace.parts);
+    if (before > 0) wait_for_count(workspace.turns + tile, before, 20);
     mbarrier_wait(barriers.dq_full + 8 * ring.stage, ring.phase);
-    float* to = dq + int64_t{tile} * (L::kRows * HeadDim);
+    float* to = workspace.dq + int64_t{tile} * (L::kRows * HeadDim);
     const uint32_t from = smem + L::kDq + ring.stage * kBytes;
     if (before > 0)
       bulk_reduce_add_f32_if(true, to, from, kBytes);
@@ -472,7 +473,7 @@ __device__ __forceinline__ void add_in_order(const BackwardParams& params, const
     mbarrier_arrive(barriers.dq_empty + 8 * ring.stage);
     bulk_wait<0>();
     fence_async_proxy_global();
-    add_release_f32(turns + tile, 1.f);
+    add_release_f32(workspace.turns + tile, 1.f);
     ring.advance();
   });
   add_release_f32(grid.workspace.added + kv_head_index, 2.f);  // for both warpgroups

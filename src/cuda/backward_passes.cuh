@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(kPassThreads)
   // Threads of a row, 16 bytes each; a power of two, for the sum across them.
   constexpr int kLanes = HeadDim <= 64 ? 8 : HeadDim <= 128 ? 16 : 32;
   constexpr int kRows = kBackwardUnit, kRowsAtOnce = kPassThreads / kLanes;
+  [[maybe_unused]] constexpr int kStepRows = backward_tile_sm90(HeadDim).rows;
   const PrefillParams& forward = params.forward;
   const BackwardWorkspace workspace(params);
   const QueryBlock block(forward.problem, workspace.padded_rows);
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kPassThreads)
   if constexpr (backward_accumulates_dq(HeadDim)) {
     if (threadIdx.x == 0) {
       for (int part = 0; part < workspace.parts; ++part)
-        workspace.turns[(part * workspace.part_rows + first_padded) / kRows] = 0.f;
+        workspace.turns[(part * workspace.part_rows + first_padded) / kStepRows] = 0.f;
       if (block.first_row == 0 && block.head % group == 0)
         workspace.zeroed[block.head_index / group] = workspace.added[block.head_index / group] =
             0.f;

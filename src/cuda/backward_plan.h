@@ -78,26 +78,31 @@ struct BackwardSections {
 };
 
 // Where dQ is added in a fixed order, that of the blocks, a block follows the one before it in its
-// head, and may fall behind where few heads are interleaved. Under a causal mask the short blocks
-// come first and walk upwards from the diagonal: each step is then met by one block after the other
-// by itself. The blocks in flight soon meet any step of a section, whose queries, dO and dQ must
-// fit L2, else the long blocks come first, and all in flight keep close together. The end of the
-// grid is left to heads whose long blocks come first.
-constexpr int kOrderedSection = 8, kLongFirstSection = 16;
+// head, and may fall behind where few heads are interleaved: eight, if the queries, dO and dQ that
+// their blocks walk over stay in L2, else four. Under a causal mask the short blocks come first, if
+// so, and walk upwards from the diagonal: each step is then met by one block after the other by
+// itself, but the blocks in flight soon spread over all of the queries. Otherwise the long ones
+// come first, of more heads, whose blocks keep close together; as at the end of every grid.
 constexpr int64_t kOrderedBytes = int64_t{36} << 20;
+constexpr int backward_ordered_section_sm90(const Problem& problem, int64_t walk) {
+  const int64_t rows = int64_t{8} * problem.group() * min_int(walk, problem.q_len);
+  return rows * backward_head_dim_sm90(problem.widest_dim()) * 8 <= kOrderedBytes ? 8 : 4;
+}
 
-constexpr BackwardSections backward_sections_sm90(const Problem& problem, bool triangular,
-                                                  bool ordered) {
-  const int head_dim = backward_head_dim_sm90(problem.widest_dim());
+constexpr BackwardSections backward_sections_sm90(const PrefillParams& forward, bool ordered) {
+  const Problem& problem = forward.problem;
   const int heads = problem.batch * problem.kv_heads;
-  if (!ordered) {
-    const int section = backward_section_sm90(triangular, head_dim);
-    return {section, max_int(0, heads - 1) / section * section, false};
+  const bool triangular = backward_is_triangular(forward);
+  int section = backward_section_sm90(triangular, backward_head_dim_sm90(problem.widest_dim()));
+  int last = 1;
+  bool short_first = false;
+  if (ordered) {
+    section = backward_ordered_section_sm90(
+        problem, int64_t{forward.scores.window_left} + forward.scores.window_right);
+    short_first = triangular && section == 8;
+    last = triangular ? 16 : section;
+    if (triangular && !short_first) section = 16;
   }
-  const int64_t section_rows = int64_t{kOrderedSection} * problem.group() * problem.q_len;
-  const bool short_first = triangular && section_rows * head_dim * 8 <= kOrderedBytes;
-  const int last = triangular ? kLongFirstSection : kOrderedSection;
-  const int section = triangular && !short_first ? kLongFirstSection : kOrderedSection;
   return {section, max_int(0, heads - last) / section * section, short_first};
 }
 
@@ -112,17 +117,15 @@ constexpr int kBackwardUnit = 64;
 struct BackwardLead {
   int zero, convert;
 };
-constexpr BackwardLead backward_lead_sm90(const Problem& problem, bool triangular, bool ordered) {
+constexpr BackwardLead backward_lead_sm90(const PrefillParams& forward, bool ordered) {
+  const Problem& problem = forward.problem;
   const int blocks = (problem.kv_len + 127) / 128, in_flight = 150;
-  const BackwardSections sections = backward_sections_sm90(problem, triangular, ordered);
+  const BackwardSections sections = backward_sections_sm90(forward, ordered);
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const int wave = (in_flight + blocks - 1) / blocks;
-  if (ordered) {
-    const int64_t longest_section = max_int(sections.heads, heads - sections.last);
-    return {0, min_int(heads, max_int(longest_section, wave))};
-  }
-  return {min_int(heads, max_int(2 * sections.heads, 2 * wave)),
-          min_int(heads, max_int(sections.heads, wave))};
+  const int64_t longest_section = max_int(sections.heads, heads - sections.last);
+  return {ordered ? 0 : min_int(heads, max_int(2 * sections.heads, 2 * wave)),
+          min_int(heads, max_int(ordered ? longest_section : sections.heads, wave))};
 }
 
 // Query rows of a head in the workspace: whole steps of every tile.
@@ -134,7 +137,8 @@ constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127
 constexpr int64_t kHopBytes = int64_t{6} << 20, kPartsBytes = int64_t{64} << 20;
 constexpr int backward_parts_sm90(const Problem& problem, bool ordered) {
   const int heads = problem.batch * problem.kv_heads, blocks = (problem.kv_len + 127) / 128;
-  if (!ordered || heads == 0 || heads >= 2 * kOrderedSection) return 1;
+  const int section = backward_ordered_section_sm90(problem, problem.q_len);
+  if (!ordered || heads == 0 || heads >= 2 * section) return 1;
   const int64_t chain = max_int(1, min_int(blocks, 132 / heads));
   const int64_t bytes = int64_t{problem.batch} * problem.q_heads *
                         backward_padded_rows(problem.q_len) *

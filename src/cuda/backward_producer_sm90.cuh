@@ -74,8 +74,8 @@ struct BackwardTask {
   // far edge. Without a step between, the walk ends before it comes to the plain ones.
   int first_step, plain_begin, plain_end, far_step, end_step;
   // The walk over them, from start_step by stride (1 or -1) to before stop_step: masked_first steps
-  // with a mask, then the plain ones, then the others.
-  int start_step, stride, stop_step, masked_first;
+  // with a mask, plain ones, and the others after `other_edge` steps.
+  int start_step, stride, stop_step, masked_first, other_edge;
 
   __device__ __forceinline__ int steps() const { return end_step - first_step; }
 
@@ -126,7 +126,7 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
   const int first_seen = max(task.first_key, task.keys.begin);
   const int last_seen = min(last_key, task.keys.end - 1);
   task.first_step = task.plain_begin = task.plain_end = task.far_step = task.end_step = 0;
-  task.start_step = task.stop_step = task.masked_first = 0;
+  task.start_step = task.stop_step = task.masked_first = task.other_edge = 0;
   if (first_seen > last_seen) return task;
 
   const Range seeing = sequence.queries_seeing(first_seen, last_seen);
@@ -149,6 +149,7 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
     task.stop_step = task.first_step - 1;
     task.masked_first = task.end_step - task.plain_end;
   }
+  task.other_edge = task.masked_first + task.plain_end - task.plain_begin;
   return task;
 }
 

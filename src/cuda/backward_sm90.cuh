@@ -25,8 +25,7 @@ inline Status launch_backward_pass(const char* name, const void* kernel,
 }
 
 inline BackwardLead backward_lead_of(const BackwardParams& params) {
-  return backward_lead_sm90(params.forward.problem, backward_is_triangular(params.forward),
-                            params.deterministic);
+  return backward_lead_sm90(params.forward, params.deterministic);
 }
 
 template <class T, int HeadDim>
@@ -75,7 +74,7 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
   const bool triangular = backward_is_triangular(forward);
   const int heads = problem.batch * problem.kv_heads;
   BackwardGrid grid{(problem.kv_len + L::kKeys - 1) / L::kKeys,
-                    backward_sections_sm90(problem, triangular, L::kOrdered),
+                    backward_sections_sm90(forward, L::kOrdered),
                     heads,
                     problem.group(),
                     triangular,
