@@ -71,13 +71,13 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
 // its sink.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_prepare_kernel(const __grid_constant__ BackwardParams params, int lead) {
+    backward_prepare_kernel(const __grid_constant__ BackwardParams params,
+                            const __grid_constant__ BackwardWorkspace workspace, int lead) {
   // Threads of a row, 16 bytes each; a power of two, for the sum across them.
   constexpr int kLanes = HeadDim <= 64 ? 8 : HeadDim <= 128 ? 16 : 32;
   constexpr int kRows = kBackwardUnit, kRowsAtOnce = kPassThreads / kLanes;
   [[maybe_unused]] constexpr int kStepRows = backward_tile_sm90(HeadDim).rows;
   const PrefillParams& forward = params.forward;
-  const BackwardWorkspace workspace(params);
   const QueryBlock block(forward.problem, workspace.padded_rows);
   const int64_t first_padded = block.head_index * workspace.padded_rows + block.first_row;
 
@@ -135,11 +135,11 @@ __global__ void __launch_bounds__(kPassThreads)
 // key blocks have added to, in the order of the first that did.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_finish_kernel(const __grid_constant__ BackwardParams params, int lead) {
-  constexpr int kStepRows = backward_tile_sm90(HeadDim).rows, kLoads = HeadDim / 16;
+    backward_finish_kernel(const __grid_constant__ BackwardParams params,
+                           const __grid_constant__ BackwardWorkspace workspace, int lead) {
+  constexpr int kStepRows = backward_tile_sm90(HeadDim).rows, kAtOnce = 4;
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
-  const BackwardWorkspace workspace(params);
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const QueryBlock block(problem, workspace.padded_rows, (heads - lead) * problem.group());
   const Sequence sequence(forward, block.b);
@@ -158,26 +158,29 @@ __global__ void __launch_bounds__(kPassThreads)
     adders = blocks_seen_by(block.first_row / kStepRows * kStepRows, kStepRows, sequence.low,
                             min(sequence.high, 1 << 30), keys_seen(sequence).end, 128);
   grid_dependency_wait();
-  float4 x[kLoads];
-  load_row_group<kLoads>(x, part_of(adders.begin), 0);
-#pragma unroll 1
-  for (int i = 1; i < min(workspace.parts, adders.end - adders.begin); ++i) {
-    float4 more[kLoads];
-    load_row_group<kLoads>(more, part_of(adders.begin + i), 0);
+  T* out =
+      static_cast<T*>(params.dq.data) + params.dq.offset(block.b, t, block.head) + 2 * (lane % 4);
+  const int columns = t < problem.q_len ? problem.head_dim : 0;
 #pragma unroll
-    for (int k = 0; k < kLoads; ++k)
-      x[k] = {x[k].x + more[k].x, x[k].y + more[k].y, x[k].z + more[k].z, x[k].w + more[k].w};
+  for (int first = 0; first < HeadDim / 16; first += kAtOnce) {
+    float4 x[kAtOnce];
+    load_row_group(x, part_of(adders.begin), first);
+#pragma unroll 1
+    for (int i = 1; i < min(workspace.parts, adders.end - adders.begin); ++i) {
+      float4 more[kAtOnce];
+      load_row_group(more, part_of(adders.begin + i), first);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        x[k] = {x[k].x + more[k].x, x[k].y + more[k].y, x[k].z + more[k].z, x[k].w + more[k].w};
+    }
+    store_row_group<T>(x, first, out, columns, valid.has(t),
+                       static_cast<float>(forward.scores.scale));
   }
-  store_row_group<T, kLoads>(
-      x, 0,
-      static_cast<T*>(params.dq.data) + params.dq.offset(block.b, t, block.head) + 2 * (lane % 4),
-      t < problem.q_len ? problem.head_dim : 0, valid.has(t),
-      static_cast<float>(forward.scores.scale));
 }
 
 __global__ static void __launch_bounds__(kSinkThreads)
-    backward_sinks_kernel(const __grid_constant__ BackwardParams params) {
-  const BackwardWorkspace workspace(params);
+    backward_sinks_kernel(const __grid_constant__ BackwardParams params,
+                          const __grid_constant__ BackwardWorkspace workspace) {
   const int64_t first = int64_t{blockIdx.x} * workspace.padded_rows;
   store_sink_gradient(params, [&](int t) {
     return RowStatistics{workspace.lse2[first + t], workspace.delta[first + t]};

@@ -18,7 +18,8 @@ inline Status launch_backward_pass(const char* name, const void* kernel,
                                    bool programmatic, const Device& device, cudaStream_t stream) {
   const int64_t units = backward_padded_rows(params.forward.problem.q_len) / kBackwardUnit;
   BackwardParams mutable_params = params;
-  void* args[] = {&mutable_params, &lead};
+  BackwardWorkspace workspace(params);
+  void* args[] = {&mutable_params, &workspace, &lead};
   return launch(
       {name, kernel, dim3(static_cast<unsigned>(units * heads)), kPassThreads, 0, 1, programmatic},
       args, device, stream);
@@ -133,7 +134,8 @@ inline Status launch_backward_sinks(const BackwardParams& params, const Device& 
   if (!params.dsinks) return {};
   const Problem& problem = params.forward.problem;
   const unsigned heads = static_cast<unsigned>(problem.batch) * problem.q_heads;
-  void* args[] = {const_cast<BackwardParams*>(&params)};
+  BackwardWorkspace workspace(params);
+  void* args[] = {const_cast<BackwardParams*>(&params), &workspace};
   return launch({"backward_sinks", reinterpret_cast<const void*>(&backward_sinks_kernel),
                  dim3(heads), kSinkThreads, 0},
                 args, device, stream);
