@@ -458,29 +458,11 @@ __device__ __forceinline__ void add_in_order(const BackwardParams& params, const
   const int first_tile = task.first_key / L::kKeys % workspace.parts * part_tiles +
                          kv_head_index * grid.group * head_tiles;
   RingPosition<L::kDqStages> ring;
-  int in_flight = -1;  // the tile of an addition that is not complete
-  const auto pass_turn = [&] {
-    fence_async_proxy_global();
-    add_release_f32(workspace.turns + in_flight, 1.f);
-  };
   for_each_tile<true>(task, grid.group, [&](int g, int step) {
     const int tile = first_tile + g * head_tiles + step;
     const int before = task.adders_before(step, L::kRows, L::kKeys, workspace.parts);
-    const uint32_t full = barriers.dq_full + 8 * ring.stage;
-    // A block that has fallen behind starts the next addition before it waits for the last.
-    const bool behind = in_flight >= 0 && mbarrier_test(full, ring.phase) &&
-                        load_acquire_f32(workspace.turns + tile) >= static_cast<float>(before);
-    if (behind) {
-      fence_async_proxy_global();
-    } else {
-      if (in_flight >= 0) {
-        bulk_wait<0>();
-        pass_turn();
-        in_flight = -1;
-      }
-      if (before > 0) wait_for_count(workspace.turns + tile, before, 20);
-      mbarrier_wait(full, ring.phase);
-    }
+    if (before > 0) wait_for_count(workspace.turns + tile, before, 20);
+    mbarrier_wait(barriers.dq_full + 8 * ring.stage, ring.phase);
     float* to = workspace.dq + int64_t{tile} * (L::kRows * HeadDim);
     const uint32_t from = smem + L::kDq + ring.stage * kBytes;
     if (before > 0)
@@ -489,17 +471,11 @@ __device__ __forceinline__ void add_in_order(const BackwardParams& params, const
       bulk_store(to, from, kBytes);
     bulk_wait_read<0>();
     mbarrier_arrive(barriers.dq_empty + 8 * ring.stage);
-    if (in_flight >= 0) {
-      bulk_wait<1>();
-      pass_turn();
-    }
-    in_flight = tile;
+    bulk_wait<0>();
+    fence_async_proxy_global();
+    add_release_f32(workspace.turns + tile, 1.f);
     ring.advance();
   });
-  if (in_flight >= 0) {
-    bulk_wait<0>();
-    pass_turn();
-  }
   add_release_f32(grid.workspace.added + kv_head_index, 2.f);  // for both warpgroups
 }
 

@@ -44,18 +44,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// Whether it has.
-__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
-  int passed;
-  asm volatile(
-      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; "
-      "selp.b32 %0, 1, 0, p;}"
-      : "=r"(passed)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return passed != 0;
-}
-
 // Orders this thread's ordinary writes to shared memory before later TMA or wgmma reads of it.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
