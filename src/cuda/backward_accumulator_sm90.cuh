@@ -51,6 +51,17 @@ __device__ __forceinline__ void store_row_group(const float4 (&x)[N], int first,
   }
 }
 
+template <class T, int HeadDim, int AtOnce>
+__device__ __forceinline__ void convert_row_group(const float4* dq, T* out, int columns,
+                                                  bool contributes, float scale) {
+#pragma unroll
+  for (int first = 0; first < HeadDim / 16; first += AtOnce) {
+    float4 x[AtOnce];
+    load_row_group(x, dq, first);
+    store_row_group<T>(x, first, out, columns, contributes, scale);
+  }
+}
+
 // ---- the idle warps of a keys block. The blocks of a key/value head share its accumulator's
 // units in proportion to their steps; counters in global memory say how many have zeroed theirs
 // and how many warpgroups have added all.
@@ -108,14 +119,9 @@ __device__ __forceinline__ void convert_row_groups(const BackwardParams& params,
     const float4* dq = task.dq + i / 8 * (kBackwardUnit * HeadDim / 4) + i % 8 * 128 + lane;
     const int head = i / task.head_groups, t = i % task.head_groups * 8 + lane / 4;
     T* out = task.out + head * params.dq.head + t * params.dq.seq + 2 * (lane % 4);
-    const int columns = t < params.forward.problem.q_len ? params.forward.problem.head_dim : 0;
-    const bool contributes = t >= task.valid.begin && t < task.valid.end;
-#pragma unroll
-    for (int first = 0; first < HeadDim / 16; first += 2) {
-      float4 x[2];
-      load_row_group(x, dq, first);
-      store_row_group<T>(x, first, out, columns, contributes, scale);
-    }
+    convert_row_group<T, HeadDim, 2>(
+        dq, out, t < params.forward.problem.q_len ? params.forward.problem.head_dim : 0,
+        t >= task.valid.begin && t < task.valid.end, scale);
   }
 }
 

@@ -61,11 +61,12 @@ template <class T, int HeadDim, bool Ordered>
 class BackwardConsumer {
  public:
   using L = BackwardLayout<HeadDim, Ordered>;
+  using Task = BackwardTaskOf<Ordered>;
   static constexpr int kRows = L::kRows;
 
   __device__ __forceinline__ BackwardConsumer(const BackwardMaps& maps,
                                               const BackwardParams& params,
-                                              const BackwardGrid& grid, const BackwardTask& task,
+                                              const BackwardGrid& grid, const Task& task,
                                               const BackwardBarriers& barriers, uint32_t smem,
                                               int warpgroup)
       : maps_(maps),
@@ -97,8 +98,8 @@ class BackwardConsumer {
     const int inside = Ordered ? grid_.group : 1, walks = Ordered ? 1 : grid_.group;
     // Every loop edge below is a full wait: accumulators in flight from one loop, or from the
     // peeled first step, into another would make ptxas serialise all products (C7512).
-    int masked = task_.masked_first * inside - 1;
-    int left = task_.other_edge * inside - 1;
+    int masked = task_.masked_first() * inside - 1;
+    int left = task_.other_edge() * inside - 1;
 #pragma unroll 1
     for (int walk = 0;;) {
       left -= max(masked, 0);
@@ -118,12 +119,13 @@ class BackwardConsumer {
         for (int i = 0; i < L::kTile.unroll; ++i) step<false>();
         wgmma_wait<0>();
       }
-      masked = left = (task_.stop_step - step_) * stride() * inside;  // what the other edge cuts
+      masked = left =
+          (task_.stop_step() - step_) * task_.stride() * inside;  // what the other edge cuts
       if (masked > 0) continue;
       if (++walk == walks) break;
       begin_walk(walk);
-      masked = task_.masked_first;
-      left = task_.other_edge;
+      masked = task_.masked_first();
+      left = task_.other_edge();
     }
     if constexpr (kTogether) last_dq();
     grid_dependency_trigger();  // not before: what starts sooner has nothing to do but to wait
@@ -144,10 +146,8 @@ class BackwardConsumer {
       dq_head_ = grid_.workspace.dq + head * grid_.workspace.padded_rows * HeadDim +
                  warpgroup_ * (L::kDqBytes / 4);
     }
-    step_ = task_.start_step;
+    step_ = task_.start_step();
   }
-
-  __device__ __forceinline__ int stride() const { return Ordered ? task_.stride : 1; }
 
   static constexpr bool kTogether = L::kTile.order == BackwardOrder::kTogether;
 
@@ -227,7 +227,7 @@ class BackwardConsumer {
       ++step_;
     } else if (++group_head_ == grid_.group) {
       group_head_ = 0;
-      step_ += stride();
+      step_ += task_.stride();
     }
     ring_.advance();
   }
@@ -414,7 +414,7 @@ class BackwardConsumer {
   const BackwardMaps& maps_;
   const BackwardParams& params_;
   const BackwardGrid& grid_;
-  const BackwardTask& task_;
+  const Task& task_;
   const BackwardBarriers& barriers_;
   const uint32_t smem_;
   const int warpgroup_, thread_;
@@ -447,23 +447,21 @@ __device__ __forceinline__ void zero_ahead(const BackwardGrid& grid, int head,
 // index add, which started earlier and wait for nothing later: the wait ends.
 template <class L, int HeadDim>
 __device__ __forceinline__ void add_in_order(const BackwardParams& params, const BackwardGrid& grid,
-                                             const BackwardTask& task,
+                                             const BackwardOrderedTask& task,
                                              const BackwardBarriers& barriers, uint32_t smem) {
   constexpr uint32_t kBytes = 2 * L::kDqBytes;
   static_assert(kBytes == L::kRows * HeadDim * 4, "both warpgroups' parts are one piece");
   const int kv_head_index = task.b * params.forward.problem.kv_heads + task.kv_head;
-  const BackwardWorkspace& workspace = grid.workspace;
-  const int head_tiles = static_cast<int>(workspace.padded_rows / L::kRows);
-  const int part_tiles = static_cast<int>(workspace.part_rows / L::kRows);
-  const int first_tile = task.first_key / L::kKeys % workspace.parts * part_tiles +
-                         kv_head_index * grid.group * head_tiles;
+  const int head_tiles = static_cast<int>(grid.workspace.padded_rows / L::kRows);
+  const int64_t part = task.first_key / L::kKeys % grid.parts.count * grid.parts.floats;
+  float *const dq = grid.workspace.dq + part, *const turns = grid.parts.turns + part;
   RingPosition<L::kDqStages> ring;
   for_each_tile<true>(task, grid.group, [&](int g, int step) {
-    const int tile = first_tile + g * head_tiles + step;
-    const int before = task.adders_before(step, L::kRows, L::kKeys, workspace.parts);
-    if (before > 0) wait_for_count(workspace.turns + tile, before, 20);
+    const int tile = (kv_head_index * grid.group + g) * head_tiles + step;
+    const int before = task.adders_before(step, L::kRows, L::kKeys, grid.parts.count);
+    if (before > 0) wait_for_count(turns + tile, before, 20);
     mbarrier_wait(barriers.dq_full + 8 * ring.stage, ring.phase);
-    float* to = workspace.dq + int64_t{tile} * (L::kRows * HeadDim);
+    float* to = dq + int64_t{tile} * (L::kRows * HeadDim);
     const uint32_t from = smem + L::kDq + ring.stage * kBytes;
     if (before > 0)
       bulk_reduce_add_f32_if(true, to, from, kBytes);
@@ -473,7 +471,7 @@ __device__ __forceinline__ void add_in_order(const BackwardParams& params, const
     mbarrier_arrive(barriers.dq_empty + 8 * ring.stage);
     bulk_wait<0>();
     fence_async_proxy_global();
-    add_release_f32(workspace.turns + tile, 1.f);
+    add_release_f32(turns + tile, 1.f);
     ring.advance();
   });
   add_release_f32(grid.workspace.added + kv_head_index, 2.f);  // for both warpgroups
@@ -511,10 +509,10 @@ __global__ void __launch_bounds__(384, 1)
   extern __shared__ char raw_smem[];
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
-  __shared__ BackwardTask task;
+  __shared__ BackwardTaskOf<Ordered> task;
   __shared__ ConvertTask<T> convert;
-  if (threadIdx.x == 0) barriers.init();
-  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys, Ordered);
+  if (threadIdx.x == 0) barriers.init<Ordered>();
+  if (threadIdx.x == 32) task = find_task<Ordered>(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {

@@ -112,8 +112,11 @@ constexpr int kBackwardUnit = 64;
 // Key/value heads by which the accumulator of dQ is zeroed ahead of the products and converted
 // behind them; the passes before and after do it for as many heads. Ahead: what the blocks in
 // flight need has been asked for a section before. Behind: the blocks in flight, at least, are not
-// waited for. A call with no more heads leaves it all to the passes. Where the first block to reach
-// a step of dQ stores instead of adding, nothing is zeroed.
+// waited for. A call with no more heads leaves it all to the passes.
+//
+// In a fixed order the first block to reach a step of dQ stores instead of adding, and nothing is
+// zeroed. The blocks of a section end late, one behind the other, so that the next section does not
+// wait for them; where short blocks come first, two sections do not.
 struct BackwardLead {
   int zero, convert;
 };
@@ -121,11 +124,17 @@ constexpr BackwardLead backward_lead_sm90(const PrefillParams& forward, bool ord
   const Problem& problem = forward.problem;
   const int blocks = (problem.kv_len + 127) / 128, in_flight = 150;
   const BackwardSections sections = backward_sections_sm90(forward, ordered);
+  const bool triangular = backward_is_triangular(forward);
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const int wave = (in_flight + blocks - 1) / blocks;
-  const int64_t longest_section = max_int(sections.heads, heads - sections.last);
-  return {ordered ? 0 : min_int(heads, max_int(2 * sections.heads, 2 * wave)),
-          min_int(heads, max_int(ordered ? longest_section : sections.heads, wave))};
+  if (ordered) {
+    const bool ends_late = sections.heads * blocks < 4 * in_flight;
+    const int behind = !ends_late ? 1 : sections.short_first ? 3 : triangular ? 1 : 2;
+    const int64_t last_section = heads - sections.last;
+    return {0, min_int(heads, max_int(behind * sections.heads, max_int(last_section, wave)))};
+  }
+  return {min_int(heads, max_int(2 * sections.heads, 2 * wave)),
+          min_int(heads, max_int(sections.heads, wave))};
 }
 
 // Query rows of a head in the workspace: whole steps of every tile.
@@ -135,10 +144,10 @@ constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127
 // other through the whole call, about 2 us each. They then add to several accumulators by turns,
 // which shortens the chains; the finish pass adds these up, and reads kHopBytes in the meantime.
 constexpr int64_t kHopBytes = int64_t{6} << 20, kPartsBytes = int64_t{64} << 20;
-constexpr int backward_parts_sm90(const Problem& problem, bool ordered) {
+constexpr int backward_parts_sm90(const Problem& problem) {
   const int heads = problem.batch * problem.kv_heads, blocks = (problem.kv_len + 127) / 128;
   const int section = backward_ordered_section_sm90(problem, problem.q_len);
-  if (!ordered || heads == 0 || heads >= 2 * section) return 1;
+  if (heads == 0 || heads >= 2 * section) return 1;
   const int64_t chain = max_int(1, min_int(blocks, 132 / heads));
   const int64_t bytes = int64_t{problem.batch} * problem.q_heads *
                         backward_padded_rows(problem.q_len) *
@@ -150,24 +159,30 @@ constexpr int backward_parts_sm90(const Problem& problem, bool ordered) {
   return parts;
 }
 
-// Floats of workspace: lse in log2 units and delta for every row, the accumulators of dQ with a
-// counter a unit, two counters a key/value head.
+// Floats of an accumulator of dQ and its two counters a key/value head, in a fixed order also of a
+// counter a step; then up to what keeps the next one aligned.
+constexpr int64_t backward_part_floats(const Problem& problem, bool ordered) {
+  const int64_t rows =
+      int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
+  const int64_t floats = rows * backward_head_dim_sm90(problem.widest_dim()) +
+                         2 * int64_t{problem.batch} * problem.kv_heads;
+  return ordered ? (floats + rows / kBackwardUnit + 31) / 32 * 32 : floats;
+}
+
+// Floats of workspace: lse in log2 units and delta for every row, the accumulators of dQ.
 constexpr int64_t backward_workspace(const Problem& problem, bool deterministic) {
   const int64_t rows =
       int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
   if (!backward_accumulates_dq(problem.widest_dim())) return rows * 2;
-  const int64_t part = rows * backward_head_dim_sm90(problem.widest_dim()) + rows / kBackwardUnit;
-  return rows * 2 + backward_parts_sm90(problem, deterministic) * part +
-         2 * int64_t{problem.batch} * problem.kv_heads;
+  return rows * 2 + (deterministic ? backward_parts_sm90(problem) : 1) *
+                        backward_part_floats(problem, deterministic);
 }
 
 struct BackwardWorkspace {
-  float *lse2, *delta;  // (B, N, padded rows)
-  float* dq;            // (parts, B, N, padded rows, compiled head dim) in the order of DqFragment
+  float *lse2, *delta;    // (B, N, padded rows)
+  float* dq;              // (B, N, padded rows, compiled head dim) in the order of DqFragment
   float *zeroed, *added;  // (B, K): blocks that have zeroed their share, warpgroups done adding
-  float* turns;  // (parts, B, N, steps of a head): blocks that have added, in a fixed order
-  int64_t padded_rows, part_rows;
-  int parts;
+  int64_t padded_rows;
 
   constexpr explicit BackwardWorkspace(const BackwardParams& params)
       : lse2(params.workspace),
@@ -175,19 +190,28 @@ struct BackwardWorkspace {
         dq(nullptr),
         zeroed(nullptr),
         added(nullptr),
-        turns(nullptr),
-        padded_rows(0),
-        part_rows(0),
-        parts(backward_parts_sm90(params.forward.problem, params.deterministic)) {
+        padded_rows(0) {
     const Problem& problem = params.forward.problem;
     padded_rows = backward_padded_rows(problem.q_len);
-    part_rows = int64_t{problem.batch} * problem.q_heads * padded_rows;
-    delta = lse2 + part_rows;
-    dq = delta + part_rows;
-    zeroed = dq + parts * part_rows * backward_head_dim_sm90(problem.widest_dim());
+    const int64_t rows = int64_t{problem.batch} * problem.q_heads * padded_rows;
+    delta = lse2 + rows;
+    dq = delta + rows;
+    zeroed = dq + rows * backward_head_dim_sm90(problem.widest_dim());
     added = zeroed + int64_t{problem.batch} * problem.kv_heads;
-    turns = added + int64_t{problem.batch} * problem.kv_heads;
   }
+};
+
+// What a fixed order needs of the workspace besides.
+struct BackwardParts {
+  float* turns;    // (B, N, steps of a head): blocks that have added
+  int64_t floats;  // from an accumulator to the next, and from their turns to the next
+  int count;
+
+  constexpr explicit BackwardParts(const BackwardParams& params)
+      : turns(BackwardWorkspace(params).added +
+              int64_t{params.forward.problem.batch} * params.forward.problem.kv_heads),
+        floats(backward_part_floats(params.forward.problem, true)),
+        count(backward_parts_sm90(params.forward.problem)) {}
 };
 
 // Whether the Hopper kernels take a call, else why not.

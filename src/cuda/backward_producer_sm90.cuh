@@ -3,6 +3,8 @@
 #ifndef FLASHATTN_CUDA_BACKWARD_PRODUCER_SM90_CUH_
 #define FLASHATTN_CUDA_BACKWARD_PRODUCER_SM90_CUH_
 
+#include <type_traits>
+
 #include "backward_accumulator_sm90.cuh"
 #include "backward_passes.cuh"
 #include "backward_plan.h"
@@ -29,6 +31,7 @@ struct BackwardBarriers {
         dq_full(base + 88),
         dq_empty(base + 104) {}
 
+  template <bool Ordered>
   __device__ void init() const {
     for (uint32_t barrier : {k_full, v_full, repair}) mbarrier_init(barrier, 1);
     for (int i = 0; i < 2; ++i) {
@@ -36,8 +39,10 @@ struct BackwardBarriers {
       mbarrier_init(dout_full + 8 * i, 1);
       mbarrier_init(q_empty + 8 * i, 2);  // one arrival a warpgroup
       mbarrier_init(dout_empty + 8 * i, 2);
-      mbarrier_init(dq_full + 8 * i, 8);  // one arrival a warp
-      mbarrier_init(dq_empty + 8 * i, 1);
+      if constexpr (Ordered) {
+        mbarrier_init(dq_full + 8 * i, 8);  // one arrival a warp
+        mbarrier_init(dq_empty + 8 * i, 1);
+      }
     }
     mbarrier_init_fence();
   }
@@ -49,14 +54,17 @@ struct BackwardMaps {
 
 // What follows from the parameters, computed by the host so that it costs no registers.
 struct BackwardGrid {
-  int key_blocks;
-  BackwardSections sections;
-  int heads;        // key/value heads, counted through the batches
-  int group;        // query heads of a key/value head
-  bool triangular;  // backward_is_triangular()
+  int key_blocks, section;  // section: key/value heads whose key blocks are interleaved
+  int heads;                // key/value heads, counted through the batches
+  int group;                // query heads of a key/value head
+  bool triangular;          // backward_is_triangular()
   BackwardLead lead;
   float scale, scale_log2;  // of the scores; in log2 units
   BackwardWorkspace workspace;
+  // Read where additions are ordered.
+  int last_section;  // its first head
+  bool short_first;  // BackwardSections
+  BackwardParts parts;
 };
 
 // ---- which keys a block owns and which query rows it walks over. Lives in shared memory: what a
@@ -73,9 +81,6 @@ struct BackwardTask {
   // Steps before plain_begin and from plain_end on need the mask; those from far_step on meet the
   // far edge. Without a step between, the walk ends before it comes to the plain ones.
   int first_step, plain_begin, plain_end, far_step, end_step;
-  // The walk over them, from start_step by stride (1 or -1) to before stop_step: masked_first steps
-  // with a mask, plain ones, and the others after `other_edge` steps.
-  int start_step, stride, stop_step, masked_first, other_edge;
 
   __device__ __forceinline__ int steps() const { return end_step - first_step; }
 
@@ -85,37 +90,76 @@ struct BackwardTask {
   }
   __device__ __forceinline__ int end_row(int key) const { return key - low + 1; }
 
-  // Ordered: how many blocks add to this step before this one, to the same accumulator. Blocks
-  // start with keys upwards where steps go downwards, and the reverse.
+  // The walk, from start_step by stride to before stop_step: masked_first steps with a mask, plain
+  // ones, and the others after `other_edge` steps.
+  static constexpr int stride() { return 1; }
+  __device__ __forceinline__ int start_step() const { return first_step; }
+  __device__ __forceinline__ int stop_step() const { return end_step; }
+  __device__ __forceinline__ int masked_first() const { return plain_begin - first_step; }
+  __device__ __forceinline__ int other_edge() const { return plain_end - first_step; }
+};
+
+// Where additions are ordered: steps go downwards where blocks start with keys upwards, and the
+// reverse.
+struct BackwardOrderedTask : BackwardTask {
+  bool downwards;  // the steps
+
+  __device__ __forceinline__ int stride() const { return downwards ? -1 : 1; }
+  __device__ __forceinline__ int start_step() const {
+    return downwards ? end_step - 1 : first_step;
+  }
+  __device__ __forceinline__ int stop_step() const { return downwards ? first_step - 1 : end_step; }
+  __device__ __forceinline__ int masked_first() const {
+    return downwards ? end_step - plain_end : plain_begin - first_step;
+  }
+  __device__ __forceinline__ int other_edge() const {
+    return downwards ? end_step - plain_begin : plain_end - first_step;
+  }
+
+  // How many blocks add to this step before this one, to the same accumulator.
   __device__ __forceinline__ int adders_before(int step, int rows, int block_keys,
                                                int parts) const {
     const Range adders = blocks_seen_by(step * rows, rows, low, high, keys.end, block_keys);
     const int block = first_key / block_keys;
-    return (stride < 0 ? block - adders.begin : adders.end - 1 - block) / parts;
+    return (downwards ? block - adders.begin : adders.end - 1 - block) / parts;
   }
 };
 
-__device__ inline BackwardTask find_task(const PrefillParams& forward, const BackwardGrid& grid,
-                                         int rows, int keys, bool ordered) {
+template <bool Ordered>
+using BackwardTaskOf = std::conditional_t<Ordered, BackwardOrderedTask, BackwardTask>;
+
+template <bool Ordered>
+__device__ inline BackwardTaskOf<Ordered> find_task(const PrefillParams& forward,
+                                                    const BackwardGrid& grid, int rows, int keys) {
   const Problem& problem = forward.problem;
-  const BackwardSections& sections = grid.sections;
-  const int block = static_cast<int>(blockIdx.x);
-  const int section = block / (grid.key_blocks * sections.heads) * sections.heads;
-  const int first_head = min(section, sections.last);
-  const bool is_last = first_head == sections.last;
-  const int section_heads = is_last ? grid.heads - first_head : sections.heads;
-  const int inside = block - first_head * grid.key_blocks;
-  const int key_block = inside / section_heads;
-  const bool upwards = is_last || !sections.short_first;  // the keys
-  const int head = first_head + inside % section_heads;
-  BackwardTask task;
+  BackwardTaskOf<Ordered> task;
+  int head, key_block;
+  if constexpr (Ordered) {
+    const int block = static_cast<int>(blockIdx.x);
+    const int section = block / (grid.key_blocks * grid.section) * grid.section;
+    const int first_head = min(section, grid.last_section);
+    const bool is_last = first_head == grid.last_section;
+    const int section_heads = is_last ? grid.heads - first_head : grid.section;
+    const int inside = block - first_head * grid.key_blocks;
+    head = first_head + inside % section_heads;
+    key_block = inside / section_heads;
+    task.downwards = is_last || !grid.short_first;
+    if (!task.downwards) key_block = grid.key_blocks - 1 - key_block;
+  } else {
+    // Inside a section heads run fastest and keys upwards: under a causal mask the longest blocks
+    // first.
+    const int per_section = grid.key_blocks * grid.section;
+    const int section = blockIdx.x / per_section, inside = blockIdx.x % per_section;
+    const int section_heads = min(grid.section, grid.heads - section * grid.section);
+    head = section * grid.section + inside % section_heads;
+    key_block = inside / section_heads;
+  }
   task.b = head / problem.kv_heads;
   task.kv_head = head % problem.kv_heads;
   task.q_batch = task.b % forward.q.batches;
   task.k_batch = task.b % forward.k.batches;
   task.v_batch = task.b % forward.v.batches;
-  task.first_key = (upwards ? key_block : grid.key_blocks - 1 - key_block) * keys;
-  task.stride = ordered && upwards ? -1 : 1;
+  task.first_key = key_block * keys;
   const Sequence sequence(forward, task.b);
   task.low = sequence.low;
   task.high = min(sequence.high, 1 << 30);  // so that no difference of rows overflows
@@ -126,7 +170,6 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
   const int first_seen = max(task.first_key, task.keys.begin);
   const int last_seen = min(last_key, task.keys.end - 1);
   task.first_step = task.plain_begin = task.plain_end = task.far_step = task.end_step = 0;
-  task.start_step = task.stop_step = task.masked_first = task.other_edge = 0;
   if (first_seen > last_seen) return task;
 
   const Range seeing = sequence.queries_seeing(first_seen, last_seen);
@@ -139,17 +182,7 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
   task.plain_begin = (max(0, task.first_row(last_key)) + rows - 1) / rows;
   task.plain_begin = max(task.plain_begin, task.first_step);
   if (task.plain_begin >= task.plain_end)
-    task.plain_begin = task.plain_end = task.stride > 0 ? task.end_step : task.first_step;
-  if (task.stride > 0) {
-    task.start_step = task.first_step;
-    task.stop_step = task.end_step;
-    task.masked_first = task.plain_begin - task.first_step;
-  } else {
-    task.start_step = task.end_step - 1;
-    task.stop_step = task.first_step - 1;
-    task.masked_first = task.end_step - task.plain_end;
-  }
-  task.other_edge = task.masked_first + task.plain_end - task.plain_begin;
+    task.plain_begin = task.plain_end = task.stride() > 0 ? task.end_step : task.first_step;
   return task;
 }
 
@@ -157,10 +190,11 @@ __device__ inline BackwardTask find_task(const PrefillParams& forward, const Bac
 // additions are ordered the heads of a step come together: head after head, the short blocks of a
 // causal mask would come to the second one long before the block they have to wait for.
 template <bool Ordered, class Visit>
-__device__ __forceinline__ void for_each_tile(const BackwardTask& task, int group, Visit&& visit) {
+__device__ __forceinline__ void for_each_tile(const BackwardTaskOf<Ordered>& task, int group,
+                                              Visit&& visit) {
   if constexpr (Ordered) {
 #pragma unroll 1
-    for (int step = task.start_step; step != task.stop_step; step += task.stride)
+    for (int step = task.start_step(); step != task.stop_step(); step += task.stride())
 #pragma unroll 1
       for (int g = 0; g < group; ++g) visit(g, step);
   } else {
@@ -174,7 +208,8 @@ __device__ __forceinline__ void for_each_tile(const BackwardTask& task, int grou
 // ---- the producer warp
 template <class L, int HeadDim>
 __device__ __forceinline__ void produce(const BackwardMaps& maps, const BackwardParams& params,
-                                        const BackwardGrid& grid, const BackwardTask& task,
+                                        const BackwardGrid& grid,
+                                        const BackwardTaskOf<L::kOrdered>& task,
                                         const BackwardBarriers& barriers, uint32_t smem, int lane) {
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
@@ -190,21 +225,22 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
       wait_for_count(grid.workspace.zeroed + kv_head_index, grid.key_blocks);
   }
   for_each_tile<L::kOrdered>(task, grid.group, [&](int g, int step) {
-    const int head = task.kv_head * grid.group + g, row = step * L::kRows;
-    const auto stats_row = [&] {
+    const int head = task.kv_head * grid.group + g;
+    const auto stats_row = [&](int row) {
       return (int64_t{task.b} * problem.q_heads + head) * grid.workspace.padded_rows + row;
     };
+    const int row = step * L::kRows;
     const uint32_t q_full = barriers.q_full + 8 * q_ring.stage;
     mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
     loader.template load<L::kRows>(smem + L::kQ + q_ring.stage * L::kQueryBytes, &maps.q, q_full,
                                    row, head, task.q_batch, task.valid, problem.q_len,
                                    L::kStatBytes);
     if (lane == 0)
-      bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes, grid.workspace.lse2 + stats_row(),
+      bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes, grid.workspace.lse2 + stats_row(row),
                 L::kStatBytes, q_full);
     q_ring.advance();
 
-    if (g == 0 && step == task.start_step)
+    if (g == 0 && step == task.start_step())
       loader.template load<L::kKeys>(smem + L::kV, &maps.v, barriers.v_full, task.first_key,
                                      task.kv_head, task.v_batch, task.keys, problem.kv_len, 0);
 
@@ -215,7 +251,7 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
                                    L::kStatBytes);
     if (lane == 0)
       bulk_load(smem + L::kDelta + dout_ring.stage * L::kStatBytes,
-                grid.workspace.delta + stats_row(), L::kStatBytes, dout_full);
+                grid.workspace.delta + stats_row(row), L::kStatBytes, dout_full);
     dout_ring.advance();
   });
   // Consumers that look one tile ahead find one more, and do not use what they make of it.

@@ -18,8 +18,8 @@ inline Status launch_backward_pass(const char* name, const void* kernel,
                                    bool programmatic, const Device& device, cudaStream_t stream) {
   const int64_t units = backward_padded_rows(params.forward.problem.q_len) / kBackwardUnit;
   BackwardParams mutable_params = params;
-  BackwardWorkspace workspace(params);
-  void* args[] = {&mutable_params, &workspace, &lead};
+  BackwardParts parts(params);
+  void* args[] = {&mutable_params, &lead, &parts};
   return launch(
       {name, kernel, dim3(static_cast<unsigned>(units * heads)), kPassThreads, 0, 1, programmatic},
       args, device, stream);
@@ -29,20 +29,20 @@ inline BackwardLead backward_lead_of(const BackwardParams& params) {
   return backward_lead_sm90(params.forward, params.deterministic);
 }
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Ordered>
 Status launch_backward_prepare(const BackwardParams& params, const Device& device,
                                cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim>);
+  const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim, Ordered>);
   const Problem& problem = params.forward.problem;
   return launch_backward_pass("backward_prepare", kernel, params,
                               int64_t{problem.batch} * problem.q_heads,
                               backward_lead_of(params).zero, false, device, stream);
 }
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Ordered>
 Status launch_backward_finish(const BackwardParams& params, const Device& device,
                               cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(&backward_finish_kernel<T, HeadDim>);
+  const void* kernel = reinterpret_cast<const void*>(&backward_finish_kernel<T, HeadDim, Ordered>);
   const int lead = backward_lead_of(params).convert;
   return launch_backward_pass("backward_finish", kernel, params,
                               int64_t{lead} * params.forward.problem.group(), lead, true, device,
@@ -73,16 +73,19 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
 
   const float scale = static_cast<float>(forward.scores.scale);
   const bool triangular = backward_is_triangular(forward);
-  const int heads = problem.batch * problem.kv_heads;
+  const BackwardSections sections = backward_sections_sm90(forward, L::kOrdered);
   BackwardGrid grid{(problem.kv_len + L::kKeys - 1) / L::kKeys,
-                    backward_sections_sm90(forward, L::kOrdered),
-                    heads,
+                    sections.heads,
+                    problem.batch * problem.kv_heads,
                     problem.group(),
                     triangular,
                     backward_lead_of(params),
                     scale,
                     scale * kLog2e,
-                    BackwardWorkspace(params)};
+                    BackwardWorkspace(params),
+                    sections.last,
+                    sections.short_first,
+                    BackwardParts(params)};
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};
   const unsigned blocks = static_cast<unsigned>(grid.heads) * grid.key_blocks;
@@ -107,23 +110,22 @@ Status launch_backward_wide_sm90(const BackwardParams& params, const Device& dev
 }
 
 // Prepare, the kernel that owns keys and adds up dQ, and the pass that converts dQ.
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Ordered>
 Status launch_backward_accumulating(const BackwardParams& params, const Device& device,
                                     cudaStream_t stream) {
-  if (Status s = launch_backward_prepare<T, HeadDim>(params, device, stream); !s.ok()) return s;
-  if (Status s = params.deterministic
-                     ? launch_backward_keys_sm90<T, HeadDim, true>(params, device, stream)
-                     : launch_backward_keys_sm90<T, HeadDim, false>(params, device, stream);
-      !s.ok())
+  if (Status s = launch_backward_prepare<T, HeadDim, Ordered>(params, device, stream); !s.ok())
     return s;
-  return launch_backward_finish<T, HeadDim>(params, device, stream);
+  if (Status s = launch_backward_keys_sm90<T, HeadDim, Ordered>(params, device, stream); !s.ok())
+    return s;
+  return launch_backward_finish<T, HeadDim, Ordered>(params, device, stream);
 }
 
 // Prepare, dK and dV, dQ: nothing is added up across blocks.
 template <class T, int HeadDim>
 Status launch_backward_split(const BackwardParams& params, const Device& device,
                              cudaStream_t stream) {
-  if (Status s = launch_backward_prepare<T, HeadDim>(params, device, stream); !s.ok()) return s;
+  if (Status s = launch_backward_prepare<T, HeadDim, false>(params, device, stream); !s.ok())
+    return s;
   if (Status s = launch_backward_wide_sm90<T, HeadDim>(params, device, stream); !s.ok()) return s;
   return launch_backward_dq_sm90<T, HeadDim>(params, device, stream);
 }
@@ -134,8 +136,7 @@ inline Status launch_backward_sinks(const BackwardParams& params, const Device& 
   if (!params.dsinks) return {};
   const Problem& problem = params.forward.problem;
   const unsigned heads = static_cast<unsigned>(problem.batch) * problem.q_heads;
-  BackwardWorkspace workspace(params);
-  void* args[] = {const_cast<BackwardParams*>(&params), &workspace};
+  void* args[] = {const_cast<BackwardParams*>(&params)};
   return launch({"backward_sinks", reinterpret_cast<const void*>(&backward_sinks_kernel),
                  dim3(heads), kSinkThreads, 0},
                 args, device, stream);
@@ -145,7 +146,9 @@ template <class T, int HeadDim>
 Status launch_backward_products(const BackwardParams& params, const Device& device,
                                 cudaStream_t stream) {
   if constexpr (backward_accumulates_dq(HeadDim))
-    return launch_backward_accumulating<T, HeadDim>(params, device, stream);
+    return params.deterministic
+               ? launch_backward_accumulating<T, HeadDim, true>(params, device, stream)
+               : launch_backward_accumulating<T, HeadDim, false>(params, device, stream);
   else
     return launch_backward_split<T, HeadDim>(params, device, stream);
 }

@@ -343,8 +343,8 @@ __global__ void __launch_bounds__(384, 1)
   __shared__ BackwardTask task;
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
-  if (threadIdx.x == 0) barriers.init();
-  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys, L::kOrdered);
+  if (threadIdx.x == 0) barriers.init<L::kOrdered>();
+  if (threadIdx.x == 32) task = find_task<L::kOrdered>(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
