@@ -456,7 +456,7 @@ __device__ __forceinline__ void add_in_order(const BackwardParams& params, const
   const int64_t part = task.first_key / L::kKeys % grid.parts.count * grid.parts.floats;
   float *const dq = grid.workspace.dq + part, *const turns = grid.parts.turns + part;
   RingPosition<L::kDqStages> ring;
-  for_each_tile<true>(task, grid.group, [&](int g, int step) {
+  for_each_tile<true>(task, grid.group, [&](int, int g, int step) {
     const int tile = (kv_head_index * grid.group + g) * head_tiles + step;
     const int before = task.adders_before(step, L::kRows, L::kKeys, grid.parts.count);
     if (before > 0) wait_for_count(turns + tile, before, 20);

@@ -186,9 +186,9 @@ __device__ inline BackwardTaskOf<Ordered> find_task(const PrefillParams& forward
   return task;
 }
 
-// visit(query head of the group, step) for every tile of queries, in the order of the walk. Where
-// additions are ordered the heads of a step come together: head after head, the short blocks of a
-// causal mask would come to the second one long before the block they have to wait for.
+// visit(query head, its place in the group, step) for every tile of queries, in the order of the
+// walk. Where additions are ordered the heads of a step come together: head after head, the short
+// blocks of a causal mask would come to the second one long before the block they have to wait for.
 template <bool Ordered, class Visit>
 __device__ __forceinline__ void for_each_tile(const BackwardTaskOf<Ordered>& task, int group,
                                               Visit&& visit) {
@@ -196,12 +196,14 @@ __device__ __forceinline__ void for_each_tile(const BackwardTaskOf<Ordered>& tas
 #pragma unroll 1
     for (int step = task.start_step(); step != task.stop_step(); step += task.stride())
 #pragma unroll 1
-      for (int g = 0; g < group; ++g) visit(g, step);
+      for (int g = 0; g < group; ++g) visit(task.kv_head * group + g, g, step);
   } else {
 #pragma unroll 1
-    for (int g = 0; g < group; ++g)
+    for (int g = 0; g < group; ++g) {
+      const int head = task.kv_head * group + g;
 #pragma unroll 1
-      for (int step = task.first_step; step < task.end_step; ++step) visit(g, step);
+      for (int step = task.first_step; step < task.end_step; ++step) visit(head, g, step);
+    }
   }
 }
 
@@ -224,8 +226,7 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
     if (kv_head_index >= grid.lead.zero)
       wait_for_count(grid.workspace.zeroed + kv_head_index, grid.key_blocks);
   }
-  for_each_tile<L::kOrdered>(task, grid.group, [&](int g, int step) {
-    const int head = task.kv_head * grid.group + g;
+  for_each_tile<L::kOrdered>(task, grid.group, [&](int head, int g, int step) {
     const auto stats_row = [&](int row) {
       return (int64_t{task.b} * problem.q_heads + head) * grid.workspace.padded_rows + row;
     };
