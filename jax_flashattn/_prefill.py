@@ -194,7 +194,11 @@ def _emit_prefill(platform, operands, results, options):
         return list(_ffi.call("prefill", operands, results, **attributes).values())
     check_cuda("prefill", operands["query"].dtype, (size["h"], size["v"]))
     padded, results_padded = pad_head_dims(operands, results, options)
-    workspace = {"workspace": jax.ShapeDtypeStruct((2,), jnp.uint32)}
+    mask = operands["mask"].shape if "mask" in operands else None
+    size_bytes = _ffi.cuda().prefill_workspace(
+        size["t"], size["s"], size["n"], max(size["h"], size["v"]), mask
+    )
+    workspace = {"workspace": jax.ShapeDtypeStruct((size_bytes,), jnp.uint8)}
     outs = _ffi.call("prefill", padded, results_padded | workspace, **attributes)
     return [unpad(outs[name], like) for name, like in results.items()]
 
@@ -369,8 +373,9 @@ def _emit_backward(platform, operands, results, options):
     check_cuda("backward", operands["query"].dtype, (size["h"], size["v"]))
     padded, results_padded = pad_head_dims(operands, results, options)
     widest = max(padded[name].shape[-1] for name in ("query", "value"))
+    mask = operands["mask"].shape if "mask" in operands else None
     lengths = (size[name] for name in "btsnk")
-    floats = _ffi.cuda().backward_workspace(*lengths, widest, options.deterministic)
+    floats = _ffi.cuda().backward_workspace(*lengths, widest, options.deterministic, mask)
     workspace = {"workspace": jax.ShapeDtypeStruct((floats,), jnp.float32)}
     outs = _ffi.call("backward", padded, results_padded | workspace, **attributes)
     return [unpad(outs[name], like) for name, like in results.items()]

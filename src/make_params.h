@@ -312,10 +312,8 @@ inline ffi::ErrorOr<PrefillParams> make_prefill_params(const PrefillAttrs& attrs
   ffi::Error e = bind_outputs(call.results, call.layout, p->problem, &p->o, &p->lse);
   if (e.failure()) return ffi::Unexpected(e);
   if (const ffi::AnyBuffer* workspace = call.results.find("workspace")) {
-    if (workspace->size_bytes() < sizeof(uint64_t)) {
-      return ffi::Unexpected(invalid("prefill: the workspace is smaller than 8 bytes"));
-    }
-    p->tile_counter = reinterpret_cast<uint64_t*>(workspace->untyped_data());
+    p->workspace = workspace->untyped_data();
+    p->workspace_size = static_cast<int64_t>(workspace->size_bytes());
   }
   return p;
 }

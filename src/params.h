@@ -122,7 +122,8 @@ struct PrefillParams {
   Table<const int32_t> query_lengths, key_lengths;  // (b, 1) or null: T and S; clamped on read
   Strided q, k, v, o;
   Rows lse;
-  uint64_t* tile_counter = nullptr;  // CUDA: 8 bytes of uninitialised workspace
+  void* workspace = nullptr;   // CUDA: uninitialised; prefill_workspace() says how much
+  int64_t workspace_size = 0;  // in bytes
 
   constexpr int q_length(int b) const {
     return query_lengths ? clamp_length(*query_lengths.row(b), problem.q_len) : problem.q_len;
@@ -144,6 +145,8 @@ struct BackwardParams {
   bool deterministic = false;
   float* workspace = nullptr;  // CUDA: uninitialised; backward_workspace() says how much
   int64_t workspace_size = 0;  // in floats
+  // CUDA: a number on the device; while it is 0 the kernels return at once. Null: they do not.
+  const float* only_if = nullptr;
 };
 
 // One or a few new tokens a sequence over a KV cache. The T queries are the last T positions of the

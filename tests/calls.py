@@ -45,10 +45,10 @@ def check_decode(platform, case, seed=0):
     check_lse(lse, true_lse)
 
 
-def check_gradients(platform, case, seed=0, lse=True, **extra):
+def check_gradients(platform, case, seed=0, lse=True, poison=True, **extra):
     """The gradients to every float operand of the case, of out and (with `lse`) of lse."""
     case = platform.fit(case)
-    arrays = make_inputs(case, seed)
+    arrays = make_inputs(case, seed, poison)
     dout, dlse = make_cotangents(case, seed + 1)
     dlse = dlse if lse else None
     expected = truth.gradients(dout, dlse, **arrays, **case.options())

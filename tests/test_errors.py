@@ -313,7 +313,7 @@ def prefill_results(platform, dtype="float16"):
         lse=jax.ShapeDtypeStruct((2, 9, 4), "float32"),
     )
     if platform.name == "gpu":
-        results["workspace"] = jax.ShapeDtypeStruct((2,), "uint32")
+        results["workspace"] = jax.ShapeDtypeStruct((16,), "uint8")
     return results
 
 

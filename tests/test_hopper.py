@@ -4,6 +4,7 @@ and the features of the Hopper forward and backward at the edges of their tiles.
 They run on a Hopper GPU only.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import truth
-from calls import check_decode, check_gradients, check_prefill, prefill, xla_prefill
-from cases import Case, DecodeCase, make_inputs
-from check import check, check_lse, check_same
+import xla
+from calls import check_decode, check_gradients, check_prefill, gradients, prefill, xla_prefill
+from cases import Case, DecodeCase, make_cotangents, make_inputs
+from check import check, check_gradient, check_lse, check_same, check_zero
 
 import jax_flashattn
 from jax_flashattn import _ffi
@@ -35,6 +37,19 @@ def hopper():
     devices = [d for d in jax.devices() if d.platform == "gpu"]
     if not devices or not str(devices[0].compute_capability).startswith("9."):
         pytest.skip("no Hopper GPU")
+
+
+@pytest.fixture
+def generic(request):
+    """A context in which calls get the kernels for every GPU."""
+
+    @contextlib.contextmanager
+    def limited():
+        _ffi.cuda().limit_architecture(80)
+        yield
+        _ffi.cuda().limit_architecture(request.config.getoption("--architecture"))
+
+    return limited
 
 
 def address(x):
@@ -176,6 +191,19 @@ def test_bias_of_every_shape(platform, bias, lengths, causal):
 
 @on_gpu
 @pytest.mark.parametrize(
+    "mask", ["BNTS", "_NTS", "B_TS", "__TS", "BN_S", "B__S", "BNT_", "B_T_", "_N__", "____"]
+)
+@pytest.mark.parametrize("lengths", [(450, 464), (129, 333), (7, 8)])
+def test_mask_of_every_shape(platform, mask, lengths):
+    """Rows of bytes that can be read 16 at a time and that cannot, in whole tiles and in parts."""
+    q_len, kv_len = lengths
+    case = LONG.replace(batch=2, q_len=q_len, kv_len=kv_len, q_heads=4, causal=False, mask=mask)
+    check_sm90(platform, case)
+    check_sm90(platform, case.replace(head_dim=64, layout="BNTH", q_lengths=(q_len, q_len // 2)))
+
+
+@on_gpu
+@pytest.mark.parametrize(
     "features", [dict(softcap=20.0), dict(alibi=True), dict(mask="B_TS"), dict(segments=3)]
 )
 def test_bias_beside_another_feature(platform, features):
@@ -278,12 +306,13 @@ def test_blocks_without_a_visible_key_are_not_read(platform):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_sparse_mask_of_one_row(platform, head_dim, causal, softcap):
+@pytest.mark.parametrize("mask", ["B__S", "B_TS"])
+def test_sparse_mask(platform, mask, head_dim, causal, softcap):
     """Blocks without a visible key, with one, with some, with all, far apart among more than 64."""
     case = LONG.replace(
         batch=2, q_len=130, kv_len=9000, q_heads=1, head_dim=head_dim, causal=causal
     )
-    case = case.replace(mask="B__S", kv_lengths=(9000, 7777), softcap=softcap)
+    case = case.replace(mask=mask, kv_lengths=(9000, 7777), softcap=softcap)
     arrays = make_inputs(case, poison=False)
     mask = arrays["mask"]
     mask[...] = False
@@ -291,6 +320,7 @@ def test_sparse_mask_of_one_row(platform, head_dim, causal, softcap):
     mask[..., 4000:4600] = True
     mask[0, ..., 8990:] = True
     mask[1, ..., 6000:6500:3] = True
+    mask[..., ::2, 2000:2100] = True  # of every other row, if there are several
     hidden = ~mask.any((0, 1, 2)).reshape(-1, 8).any(1).repeat(8)
     arrays["key"][:, hidden] = arrays["value"][:, hidden] = np.nan
     out, lse = prefill(case, arrays)
@@ -343,33 +373,138 @@ def test_features_repeat_bit_by_bit(platform):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("ragged", [True, False])
 def test_many_tiles_of_few_blocks(platform, head_dim, value_dim, causal, ragged):
-    """Several tiles a multiprocessor, some without a key: every sequence as if it were alone."""
+    """Several tiles a multiprocessor, some without a key: no sequence sees its neighbours."""
     lengths = (0, 1, 500, 130, 256, 499) * 4 if ragged else None
     case = LONG.replace(batch=24, q_len=500, q_heads=8, kv_heads=8, head_dim=head_dim)
     case = case.replace(value_dim=value_dim, causal=causal, kv_lengths=lengths)
     arrays = make_inputs(case)
     out, lse = prefill(case, arrays)
+    backwards = {name: x[::-1].copy() for name, x in arrays.items()}
+    backwards_out, backwards_lse = prefill(case, backwards)
+    check_same(backwards_out[::-1], out)
+    check_same(backwards_lse[::-1], lse)
     for b in (0, 7, 10, 23):
         one = {name: x[b : b + 1] for name, x in arrays.items()}
         case_of_one = case.replace(batch=1, kv_lengths=lengths and lengths[b : b + 1])
-        out_of_one, lse_of_one = prefill(case_of_one, one)
-        check_same(out[b : b + 1], out_of_one)
-        check_same(lse[b : b + 1], lse_of_one)
         true_out, true_lse = truth.attention(**one, **case.options())
-        check(out_of_one, true_out, xla_prefill(case_of_one, one))
-        check_lse(lse_of_one, true_lse)
+        check(out[b : b + 1], true_out, xla_prefill(case_of_one, one))
+        check_lse(lse[b : b + 1], true_lse)
+
+
+# ---- few causal tiles at head dims up to 64: both warpgroups work on the rows of the longest ones
+
+FEW = LONG.replace(head_dim=64)
+SPLIT = "takes every other block of keys"
+
+
+def check_split(platform, case):
+    arrays = make_inputs(case)
+    operands = [arrays.pop(name) for name in ("query", "key", "value")]
+    explanation = jax_flashattn.explain("prefill", *operands, **arrays, **case.options())
+    assert SPLIT in explanation.details, explanation
+    check_prefill(platform, case)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize(
+    "lengths",
+    [(129, 129), (256, 256), (257, 257), (500, 500), (1024, 1024), (300, 1111), (1111, 300),
+     (64, 2000), (1, 1500), (700, 383), (640, 704)],
+    ids=str,
+)  # fmt: skip
+def test_split_tiles(platform, lengths, head_dim, dtype):
+    q_len, kv_len = lengths
+    case = FEW.replace(q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype)
+    check_split(platform, case)
+    check_split(platform, case.replace(alignment="top_left", layout="BNTH"))
+    ragged = dict(q_lengths=(q_len, q_len // 2 + 1, q_len), kv_lengths=(kv_len, kv_len - 60, 0))
+    check_split(platform, case.replace(batch=3, **ragged))
+
+
+@on_gpu
+@pytest.mark.parametrize("heads", [(8, 1), (7, 1), (6, 2), (40, 5)], ids=str)
+@pytest.mark.parametrize("lengths", [(9, 300), (20, 1500), (33, 2049)], ids=str)
+def test_split_tiles_of_packed_heads(platform, heads, lengths):
+    q_heads, kv_heads = heads
+    q_len, kv_len = lengths
+    case = FEW.replace(batch=2, q_len=q_len, kv_len=kv_len, q_heads=q_heads, kv_heads=kv_heads)
+    check_split(platform, case)
+    check_split(platform, case.replace(q_lengths=(q_len, 7), kv_lengths=(kv_len, kv_len // 2)))
+
+
+@on_gpu
+@pytest.mark.parametrize("q_len,q_heads", [(1024, 14), (2048, 12), (512, 16), (700, 33)])
+def test_split_tiles_beside_whole_ones(platform, q_len, q_heads):
+    """As many heads as leave only the longest tiles split, and blocks with two tiles."""
+    check_split(platform, FEW.replace(q_len=q_len, q_heads=q_heads))
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("key", [0, 127, 128, 500, 640, 699])
+def test_nan_in_a_split_tile(platform, name, key):
+    """It reaches exactly the rows that see it, whichever warpgroup has its block."""
+    case = FEW.replace(q_len=700)
+    arrays = make_inputs(case)
+    measure = xla_prefill(case, arrays)  # without the NaN: XLA's products would spread it
+    arrays[name][0, key, 0, 5] = np.nan
+    out, lse = prefill(case, arrays)
+    true_out, true_lse = truth.attention(**arrays, **case.options())
+    check(out, true_out, measure)
+    check_lse(lse, true_lse)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("lengths", [(700, 700), (700, 760)], ids=str)
+@pytest.mark.parametrize("block", [0, 1, 4])
+@pytest.mark.parametrize("size", [5.0, 60.0])
+def test_split_tiles_with_different_references(platform, dtype, lengths, block, size):
+    """Scores that are far larger in the blocks of one of the warpgroups than in the other's."""
+    q_len, kv_len = lengths
+    case = FEW.replace(q_len=q_len, kv_len=kv_len, dtype=dtype)
+    arrays = make_inputs(case)
+    arrays["key"][:, block * 128 : (block + 1) * 128] *= np.asarray(size, arrays["key"].dtype)
+    out, lse = prefill(case, arrays)
+    true_out, true_lse = truth.attention(**arrays, **case.options())
+    check(out, true_out, xla_prefill(case, arrays))
+    check_lse(lse, true_lse)
+
+
+@on_gpu
+@pytest.mark.parametrize("q_len,heads", [(1024, 14), (2048, 12)])
+def test_split_tiles_repeat_in_fifty_runs(platform, q_len, heads):
+    q, k, v = random_arrays(*3 * [(1, q_len, heads, 64)])
+    attend = jax.jit(lambda q: jax_flashattn.prefill(q, k, v, return_lse=True))
+    same_in_fifty_runs(lambda: attend(q))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("lengths", [(129, 129), (260, 450), (450, 260)], ids=str)
+def test_many_short_causal_tiles(platform, lengths, head_dim, dtype):
+    """More of them than are split."""
+    q_len, kv_len = lengths
+    case = FEW.replace(batch=26, q_len=q_len, kv_len=kv_len, q_heads=4, kv_heads=2)
+    case = case.replace(head_dim=head_dim, dtype=dtype)
+    check_sm90(platform, case)
+    lengths = dict(q_lengths=(q_len, 40) * 13, kv_lengths=(kv_len - 60, kv_len) * 13)
+    check_sm90(platform, case.replace(**lengths))
 
 
 # ---- features of the backward
 
 
-def check_gradients_sm90(platform, case, **extra):
+def check_gradients_sm90(platform, case, poison=True, **extra):
     """The gradients are the Hopper kernels', and right."""
     arrays = make_inputs(case) | case.options() | extra
     operands = [arrays.pop(name) for name in ("query", "key", "value")]
     explanation = jax_flashattn.explain("prefill", *operands, gradient=True, **arrays)
     assert explanation.kernel == "sm90", explanation
-    check_gradients(platform, case, **extra)
+    check_gradients(platform, case, poison=poison, **extra)
 
 
 BOTH_WAYS = [(64, False), (64, True), (128, False), (128, True), (256, False)]
@@ -409,6 +544,9 @@ def test_windows_across_lengths_of_gradients(
         dict(window=(200, 0), q_len=390, kv_len=500),
         dict(sinks=True, q_len=500, kv_len=390, kv_lengths=(333,)),
         dict(sinks=True, window=(100, 20), causal=False, layout="BNTH", q_heads=6, kv_heads=2),
+        dict(softcap=20.0),
+        dict(alibi=True, causal=False, q_len=390, kv_len=500, kv_lengths=(444,)),
+        dict(softcap=2.0, alibi=True, sinks=True, window=(150, 0), q_heads=6, kv_heads=2),
     ],
     ids="-".join,
 )
@@ -425,6 +563,112 @@ def test_window_of_many_heads(platform, head_dim, window):
     case = case.replace(causal=window[1] == 0, window=window, sinks=True)
     check_gradients_sm90(platform, case)
     check_gradients_sm90(platform, case.replace(kv_lengths=(130, 0, 1, 129) * 4))
+
+
+# What hides pairs anywhere. With NaN where nobody looks the generic kernels do the work, without it
+# these do.
+HIDING = [
+    dict(segments=3),
+    dict(segments=5, causal=False, q_len=390, kv_len=500),
+    dict(segments=40, sinks=True, layout="BNTH", q_heads=6, kv_heads=2),
+    dict(segments=4, sinks=True, window=(200, 0), kv_lengths=(400,), q_lengths=(333,)),
+    dict(segments=4, softcap=20.0, alibi=True, sinks=True, window=(300, 0)),
+    dict(mask="BNTS", q_heads=6, kv_heads=2),
+    dict(mask="B__S", causal=False, q_len=390, kv_len=500, layout="BNTH"),
+    dict(mask="_NT_", sinks=True, kv_lengths=(400,), q_lengths=(333,)),
+    dict(mask="B_TS", segments=4, softcap=20.0, alibi=True, window=(300, 0), q_len=448),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "head_dim,deterministic", [*BOTH_WAYS, (64, True), (96, False), (192, False)]
+)
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("features", HIDING, ids="-".join)
+def test_hidden_pairs_of_gradients(platform, head_dim, deterministic, poison, features):
+    case = LONG.replace(head_dim=head_dim, **features)
+    check_gradients_sm90(platform, case, poison=poison, deterministic=deterministic)
+
+
+@on_gpu
+@pytest.mark.parametrize("padding", [0, 150])
+@pytest.mark.parametrize("order", [1, -1])
+def test_segments_of_many_steps_of_gradients(platform, padding, order):
+    """Documents in rising and falling order, most steps of a block without one of its own."""
+    case = LONG.replace(batch=2, q_len=1500, q_heads=1, head_dim=64)
+    arrays = make_inputs(case)
+    ids = np.sort(np.random.default_rng(3).integers(1, 30, (2, 1500)), axis=1)[:, ::order]
+    ids[:, 1500 - padding :] = 0
+    ids = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids.astype(np.int32))
+    dout, dlse = make_cotangents(case)
+    attend = functools.partial(jax_flashattn.prefill, return_lse=True)
+    ours = gradients(attend, arrays | ids, dout, dlse)
+    expected = truth.gradients(dout, dlse, **arrays, **ids)
+    measure = xla.gradients(dout, dlse, **arrays, **ids)
+    _, lse = truth.attention(**arrays, **ids)
+    for name in ours:
+        check_gradient(ours[name], expected[name], measure[name], name, case.dtype, lse)
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", ["BNTS", "BN_S", "B___"])
+@pytest.mark.parametrize("head_dim,deterministic", [*BOTH_WAYS, (64, True)])
+def test_sparse_mask_of_gradients(platform, head_dim, deterministic, shape):
+    """Blocks without a visible pair, heads of a group that see nothing at all, rows without a key."""
+    case = LONG.replace(batch=2, q_heads=6, kv_heads=2, head_dim=head_dim, mask=shape)
+    arrays = make_inputs(case, poison=False)
+    mask = arrays["mask"]
+    mask[...] = True
+    mask[..., 130:380] = False
+    mask[:, 1:2] = mask[:, 3:] = False
+    mask[:, :, 40:300] &= np.arange(mask.shape[3]) % 7 == 0
+    mask[1, ..., :5] = False
+    dout, dlse = make_cotangents(case)
+    attend = functools.partial(jax_flashattn.prefill, return_lse=True, deterministic=deterministic)
+    ours = gradients(attend, arrays, dout, dlse)
+    expected = truth.gradients(dout, dlse, **arrays)
+    measure = xla.gradients(dout, dlse, **arrays)
+    _, lse = truth.attention(**arrays)
+    for name in ours:
+        check_gradient(ours[name], expected[name], measure[name], name, case.dtype, lse)
+
+
+@on_gpu
+@pytest.mark.parametrize("head_dim,deterministic", [*BOTH_WAYS, (64, True), (192, False)])
+def test_what_is_not_finite_leaves_gradients_to_generic_kernels(
+    platform, generic, head_dim, deterministic
+):
+    """One such value, which nobody sees, and the bits are the generic ones; else not."""
+    case = LONG.replace(head_dim=head_dim)
+    arrays = make_inputs(case)
+    dout, dlse = make_cotangents(case)
+    ids = (np.arange(450) >= 200).astype(np.int32)[None]
+    alone = (np.arange(450) == 201).astype(np.int32)
+    options = dict(query_segment_ids=ids + 2 * alone, key_value_segment_ids=ids + 3 * alone)
+    options |= dict(return_lse=True, deterministic=deterministic)
+    operands = dict(arrays, dout=dout)
+
+    @jax.jit
+    def pull(query, key, value, dout):
+        attend = functools.partial(jax_flashattn.prefill, **options)
+        return jax.vjp(attend, query, key, value)[1]((dout, dlse))
+
+    def is_generic(**changed):
+        ours = jax.block_until_ready(pull(**operands | changed))
+        with generic():
+            others = jax.block_until_ready(pull(**operands | changed))
+        for x in ours:
+            check_zero(x, np.s_[:, 201])
+            assert np.isfinite(x).all()
+        return all(np.array_equal(*pair) for pair in zip(ours, others, strict=True))
+
+    assert not is_generic()
+    for name, x in operands.items():
+        for value in (np.nan, np.inf):
+            changed = x.copy()
+            changed[:, 201, -1, 3] = value
+            assert is_generic(**{name: changed}), (name, value)
 
 
 # ---- The same bits in 50 runs, at lengths where blocks of one call finish in any order.
@@ -505,10 +749,9 @@ def test_decode_repeats_in_fifty_runs(platform, batch, length, kv_heads):
 
 
 @pytest.fixture
-def generic_kernels(request):
-    _ffi.cuda().limit_architecture(80)
-    yield
-    _ffi.cuda().limit_architecture(request.config.getoption("--architecture"))
+def generic_kernels(generic):
+    with generic():
+        yield
 
 
 GENERIC_CASES = [

@@ -10,6 +10,7 @@
 #ifndef FLASHATTN_CUDA_BACKWARD_DQ_SM90_CUH_
 #define FLASHATTN_CUDA_BACKWARD_DQ_SM90_CUH_
 
+#include "backward_features_sm90.cuh"
 #include "backward_passes.cuh"
 #include "backward_plan.h"
 #include "backward_sm90_parts.cuh"
@@ -68,6 +69,8 @@ struct BackwardDqGrid {
   int query_blocks, section;  // section: query heads whose blocks are interleaved
   float scale, scale_log2;
   BackwardWorkspace workspace;
+  BackwardCap cap;
+  BackwardMask mask;
 };
 
 // ---- which rows a block owns and which keys they see; in shared memory, as BackwardTask
@@ -119,9 +122,27 @@ __device__ inline BackwardDqTask find_dq_task(const PrefillParams& forward,
   return task;
 }
 
-template <class L, int HeadDim>
+// A featured block's steps, by the whole block, once it knows its task. L is its layout.
+template <class L>
+__device__ void count_blocks(FoundSteps<L::kKeys>& steps, BackwardDqTask& task,
+                             const BackwardParams& params, const BackwardDqGrid& grid) {
+  if (threadIdx.x == 0) {
+    const Features& features = params.forward.features;
+    const UnitRanges ranges(grid.workspace.dq_segments, {L::kRows, L::kKeys},
+                            params.forward.problem, task.b);
+    const int block = task.first_row / L::kRows;
+    steps.fill(params.forward, features.query_segments, ranges.queries + block,
+               features.key_segments, ranges.keys, grid.mask, task.b, block, 0, grid.workspace);
+  }
+  __syncthreads();
+  steps.count(task.blocks.begin, task.blocks.end, task.head, 1);
+  if (threadIdx.x == 0 && steps.count() == 0) task.blocks = {0, 0};
+  __syncthreads();
+}
+
+template <class L, int HeadDim, class Steps>
 __device__ __forceinline__ void produce_dq(const BackwardDqMaps& maps, const BackwardParams& params,
-                                           const BackwardDqTask& task,
+                                           const BackwardDqTask& task, Steps& steps,
                                            const BackwardDqBarriers& barriers, uint32_t smem,
                                            int lane) {
   const PrefillParams& forward = params.forward;
@@ -138,8 +159,10 @@ __device__ __forceinline__ void produce_dq(const BackwardDqMaps& maps, const Bac
   RingPosition<L::kKStages> k_ring;
   RingPosition<L::kVStages> v_ring;
 #pragma unroll 1
-  for (int block = task.blocks.end - 1; block >= task.blocks.begin; --block) {
+  for (int block = steps.back_from(task.blocks.end - 1, task.blocks.begin);
+       block >= task.blocks.begin; block = steps.back_from(block - 1, task.blocks.begin)) {
     mbarrier_wait(barriers.k_empty + 8 * k_ring.stage, k_ring.phase ^ 1);
+    steps.note(k_ring.stage, block);
     loader.template load<L::kKeys>(smem + L::kK + k_ring.stage * L::kKeyBytes, &maps.k,
                                    barriers.k_full + 8 * k_ring.stage, block * L::kKeys, kv_head,
                                    task.b % forward.k.batches, task.keys, forward.problem.kv_len,
@@ -155,20 +178,22 @@ __device__ __forceinline__ void produce_dq(const BackwardDqMaps& maps, const Bac
 }
 
 // ---- one consumer warpgroup: 64 of the block's rows
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 class BackwardDqConsumer {
  public:
   using L = BackwardDqLayout<HeadDim>;
   static constexpr int kKeys = L::kKeys;
+  using Steps = BackwardSteps<kKeys, Featured>;
 
   __device__ __forceinline__ BackwardDqConsumer(const BackwardDqMaps& maps,
                                                 const BackwardDqGrid& grid,
-                                                const BackwardDqTask& task,
+                                                const BackwardDqTask& task, const Steps& steps,
                                                 const BackwardDqBarriers& barriers, uint32_t smem,
                                                 int q_heads, int warpgroup)
       : maps_(maps),
         grid_(grid),
         task_(task),
+        steps_(steps),
         barriers_(barriers),
         smem_(smem),
         warpgroup_(warpgroup),
@@ -195,6 +220,26 @@ class BackwardDqConsumer {
     // As in backward_keys_sm90.cuh, every loop edge is a full wait. The last block ends the
     // pipeline and is masked whether it needs it or not: one copy of a step less.
     clear_dq();
+    if constexpr (Featured)
+      walk_found();
+    else
+      walk();
+    step<true, false>();
+    wgmma_wait<0>();
+    store_dq();
+  }
+
+ private:
+  // All blocks but the last; with features any of them may need a mask.
+  __device__ __forceinline__ void walk_found() {
+#pragma unroll 1
+    for (int left = steps_.count() - 1; left > 0; --left) {
+      step<true, true>();
+      wgmma_wait<0>();
+    }
+  }
+
+  __device__ __forceinline__ void walk() {
     int masked = task_.blocks.end - task_.plain.end, plain = task_.plain.end - task_.plain.begin;
 #pragma unroll 1
     for (; masked > 0; --masked) {
@@ -217,12 +262,8 @@ class BackwardDqConsumer {
       step<true, true>();
       wgmma_wait<0>();
     }
-    step<true, false>();
-    wgmma_wait<0>();
-    store_dq();
   }
 
- private:
   // The first of this thread's two rows; the other is 8 further.
   __device__ __forceinline__ int first_row() const {
     return task_.first_row + 64 * warpgroup_ + 16 * (thread_ >> 5) + (thread_ & 31) / 4;
@@ -277,6 +318,7 @@ class BackwardDqConsumer {
     wgmma_wait<0>();
     mbarrier_arrive_if(thread_ == 0, barriers_.v_empty + 8 * v_ring_.stage);
     v_ring_.advance();
+    check(dp_);
     form_ds<Masked>();
     const uint32_t k_stage = k_ring_.stage;
     k_ring_.advance();
@@ -287,6 +329,7 @@ class BackwardDqConsumer {
 
   template <bool Masked>
   __device__ __forceinline__ void exponentials() {
+    if constexpr (Featured) return featured_exponentials();
     const int first_key = block_ * kKeys + 2 * (thread_ & 3);
     const int limit = Masked ? task_.end_key(first_row()) - first_key : 0;
     const int limit_8 = Masked ? task_.end_key(first_row() + 8) - first_key : 0;
@@ -303,16 +346,55 @@ class BackwardDqConsumer {
                   task_.first_key(first_row() + 8) - first_key);
   }
 
+  __device__ __forceinline__ void featured_exponentials() {
+    const StepNote note = steps_.note_of(k_ring_.stage);
+    block_ = note.step();
+    const bool is_cut = !task_.plain.has(block_);
+    hides_ = is_cut || note.mixed() || note.masked();
+    check(s_);
+    const int stage = k_ring_.stage, first_key = block_ * kKeys + 2 * (thread_ & 3);
+    // The other way round, since here the columns are keys.
+    const float distance = -steps_.distance(first_row(), first_key);
+    const auto lse2_of = [&](int) { return OfRows{{lse2_[0], lse2_[1]}}; };
+    begin_probabilities(s_, grid_.cap, grid_.scale_log2, steps_, stage, distance, lse2_of);
+    const float hidden = grid_.cap.is_given() ? kHiddenTanh : 0.f;
+    if (is_cut) {
+      flashattn::hide_from<kKeys>(s_, task_.end_key(first_row()) - first_key,
+                                  task_.end_key(first_row() + 8) - first_key, hidden);
+      if (block_ < task_.far_end)
+        flashattn::hide_before<kKeys>(s_, task_.first_key(first_row()) - first_key,
+                                      task_.first_key(first_row() + 8) - first_key, hidden);
+    }
+    if (note.mixed()) hide_other_segments<kKeys>(s_, steps_, stage, first_row(), hidden);
+    if (note.masked()) hide_by_mask<kKeys>(s_, steps_, stage, first_row(), hidden);
+    if (grid_.cap.is_given()) {
+      if (steps_.has_alibi())
+        finish_capped<T, true>(s_, grid_.cap, steps_.log2_slope(stage), distance, lse2_of);
+      else
+        finish_capped<T, false>(s_, grid_.cap, 0.f, distance, lse2_of);
+    }
+  }
+
+  // A row spoils no other here. One that contributes nothing tells nothing of the keys either.
+  __device__ __forceinline__ void check(const float (&products)[kKeys / 2]) const {
+    if constexpr (Featured) {
+      if (!hides_ || !contributes(0) && !contributes(1)) return;
+      steps_.check_columns(products, contributes(0) ? 0 : 1);
+    }
+  }
+  __device__ __forceinline__ bool contributes(int row) const { return lse2_[row] != INFINITY; }
+
   __device__ __forceinline__ void hide_before(int first, int first_8) {
-#pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (8 * j + (i & 1) < (i < 2 ? first : first_8)) s_[4 * j + i] = 0.f;
+    flashattn::hide_before<kKeys>(s_, first, first_8);
   }
 
   template <bool Masked>
   __device__ __forceinline__ void form_ds() {
+    if constexpr (Featured) {
+      if (grid_.cap.is_given())
+        return capped_gradients<T>(ds_, s_, dp_,
+                                   [&](int) { return OfRows{{delta_[0], delta_[1]}}; });
+    }
 #pragma unroll
     for (int j = 0; j < kKeys / 4; ++j) {
       const float d = delta_[j % 2];
@@ -323,9 +405,10 @@ class BackwardDqConsumer {
 
   // ---- the end: dQ into Q's place in shared memory, which is this warpgroup's own
   __device__ __forceinline__ void store_dq() {
+    bool exists = task_.valid.has(first_row()), exists_8 = task_.valid.has(first_row() + 8);
+    if constexpr (Featured) exists &= contributes(0), exists_8 &= contributes(1);
     fragments_to_shared<T, HeadDim>(dq_, smem_ + L::kQ + warpgroup_ * L::kHalf, L::kQueryChunk,
-                                    grid_.scale, task_.valid.has(first_row()),
-                                    task_.valid.has(first_row() + 8));
+                                    grid_.scale, exists, exists_8);
     store_shared();
   }
 
@@ -350,6 +433,7 @@ class BackwardDqConsumer {
   const BackwardDqMaps& maps_;
   const BackwardDqGrid& grid_;
   const BackwardDqTask& task_;
+  const Steps& steps_;
   const BackwardDqBarriers& barriers_;
   const uint32_t smem_;
   const int warpgroup_, thread_;
@@ -358,11 +442,12 @@ class BackwardDqConsumer {
   uint32_t ds_[kKeys / 4];
   float lse2_[2], delta_[2];
   int block_ = 0;
+  bool hides_ = false;  // Featured only: this block has hidden pairs
   RingPosition<L::kKStages> k_ring_;
   RingPosition<L::kVStages> v_ring_;
 };
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 __global__ void __launch_bounds__(384, 1)
     backward_dq_sm90_kernel(const __grid_constant__ BackwardDqMaps maps,
                             const __grid_constant__ BackwardParams params,
@@ -370,25 +455,27 @@ __global__ void __launch_bounds__(384, 1)
   using L = BackwardDqLayout<HeadDim>;
   extern __shared__ char raw_smem[];
   __shared__ BackwardDqTask task;
+  __shared__ BackwardSteps<L::kKeys, Featured> steps;
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardDqBarriers barriers(smem + L::kBarriers);
   if (threadIdx.x == 0) barriers.init();
   if (threadIdx.x == 32) task = find_dq_task(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
+  if constexpr (Featured) count_blocks<L>(steps, task, params, grid);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
     if (threadIdx.x < 32 && task.blocks.end > 0)
-      produce_dq<L, HeadDim>(maps, params, task, barriers, smem, threadIdx.x);
+      produce_dq<L, HeadDim>(maps, params, task, steps, barriers, smem, threadIdx.x);
   } else {
     registers_claim<240>();
-    BackwardDqConsumer<T, HeadDim>(maps, grid, task, barriers, smem, params.forward.problem.q_heads,
-                                   warpgroup - 1)
+    BackwardDqConsumer<T, HeadDim, Featured>(maps, grid, task, steps, barriers, smem,
+                                             params.forward.problem.q_heads, warpgroup - 1)
         .run();
   }
 }
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 Status launch_backward_dq_sm90(const BackwardParams& params, const Device& device,
                                cudaStream_t stream) {
   using L = BackwardDqLayout<HeadDim>;
@@ -411,13 +498,18 @@ Status launch_backward_dq_sm90(const BackwardParams& params, const Device& devic
 
   const float scale = static_cast<float>(forward.scores.scale);
   BackwardDqGrid grid{(problem.q_len + L::kRows - 1) / L::kRows,
-                      backward_section_sm90(backward_is_triangular(forward), HeadDim), scale,
-                      scale * kLog2e, BackwardWorkspace(params)};
+                      backward_section_sm90(backward_is_triangular(forward), HeadDim),
+                      scale,
+                      scale * kLog2e,
+                      BackwardWorkspace(params),
+                      BackwardCap(forward.scores),
+                      backward_mask(params, false)};
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};
   const unsigned blocks =
       static_cast<unsigned>(problem.batch) * problem.q_heads * grid.query_blocks;
-  const void* kernel = reinterpret_cast<const void*>(&backward_dq_sm90_kernel<T, HeadDim>);
+  const void* kernel =
+      reinterpret_cast<const void*>(&backward_dq_sm90_kernel<T, HeadDim, Featured>);
   return launch({"backward_dq_sm90", kernel, dim3(blocks), 384, L::kBytes}, args, device, stream);
 }
 

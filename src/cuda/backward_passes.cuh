@@ -69,14 +69,14 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
 // contributes nothing gets lse2 = +inf, which makes its every probability exactly zero; an lse of
 // +inf, which a logit of +inf leaves, must not pass for that. A row without keys can have an lse,
 // its sink.
-template <class T, int HeadDim, bool Ordered>
+template <class T, int HeadDim, BackwardSum Sum>
 __global__ void __launch_bounds__(kPassThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardParams params, int lead,
                             const __grid_constant__ BackwardParts parts) {
   // Threads of a row, 16 bytes each; a power of two, for the sum across them.
   constexpr int kLanes = HeadDim <= 64 ? 8 : HeadDim <= 128 ? 16 : 32;
   constexpr int kRows = kBackwardUnit, kRowsAtOnce = kPassThreads / kLanes;
-  constexpr bool kAccumulates = backward_accumulates_dq(HeadDim);
+  constexpr bool kAccumulates = Sum != BackwardSum::kNone;
   const PrefillParams& forward = params.forward;
   const BackwardWorkspace workspace(params);
   const QueryBlock block(forward.problem, workspace.padded_rows);
@@ -85,12 +85,12 @@ __global__ void __launch_bounds__(kPassThreads)
   const int group = forward.problem.group();
   if (kAccumulates && threadIdx.x == 0 && block.first_row == 0 && block.head % group == 0)
     workspace.zeroed[block.head_index / group] = workspace.added[block.head_index / group] = 0.f;
-  if constexpr (Ordered) {
+  if constexpr (Sum == BackwardSum::kInOrder) {
     if (static_cast<int>(threadIdx.x) < parts.count)
       parts.turns[threadIdx.x * parts.floats + first_padded / backward_tile_sm90(HeadDim).rows] =
           0.f;
   }
-  if (kAccumulates && !Ordered && block.head_index < int64_t{lead} * group) {
+  if (Sum == BackwardSum::kAnyOrder && block.head_index < int64_t{lead} * group) {
     float4* dq = reinterpret_cast<float4*>(workspace.dq + first_padded * HeadDim);
 #pragma unroll
     for (int i = 0; i < kRows * HeadDim / 4 / kPassThreads; ++i)
@@ -159,7 +159,7 @@ __device__ __forceinline__ void convert_sum(const BackwardParts& parts, const Se
 }
 
 // dq = scale * accumulator of the last `lead` key/value heads.
-template <class T, int HeadDim, bool Ordered>
+template <class T, int HeadDim, BackwardSum Sum>
 __global__ void __launch_bounds__(kPassThreads)
     backward_finish_kernel(const __grid_constant__ BackwardParams params, int lead,
                            const __grid_constant__ BackwardParts parts) {
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kPassThreads)
       static_cast<T*>(params.dq.data) + params.dq.offset(block.b, t, block.head) + 2 * (lane % 4);
   const int columns = t < problem.q_len ? problem.head_dim : 0;
   const float scale = static_cast<float>(forward.scores.scale);
-  if constexpr (Ordered)
+  if constexpr (Sum == BackwardSum::kInOrder)
     convert_sum<T, HeadDim>(parts, sequence, block.first_row, from, out, columns, valid.has(t),
                             scale);
   else

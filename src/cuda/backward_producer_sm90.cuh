@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "backward_accumulator_sm90.cuh"
+#include "backward_features_sm90.cuh"
 #include "backward_passes.cuh"
 #include "backward_plan.h"
 #include "backward_sm90_parts.cuh"
@@ -61,6 +62,8 @@ struct BackwardGrid {
   BackwardLead lead;
   float scale, scale_log2;  // of the scores; in log2 units
   BackwardWorkspace workspace;
+  BackwardCap cap;
+  BackwardMask mask;
   // Read where additions are ordered.
   int last_section;  // its first head
   bool short_first;  // BackwardSections
@@ -83,6 +86,13 @@ struct BackwardTask {
   int first_step, plain_begin, plain_end, far_step, end_step;
 
   __device__ __forceinline__ int steps() const { return end_step - first_step; }
+  // Whether the band hides some of a step.
+  __device__ __forceinline__ bool is_cut(int step) const {
+    return step < plain_begin || step >= plain_end;
+  }
+  __device__ __forceinline__ bool hides(StepNote note) const {
+    return note.mixed() || note.masked() || is_cut(note.step());
+  }
 
   // First query row that sees this key, and the first after it that no longer does.
   __device__ __forceinline__ int first_row(int key) const {
@@ -186,37 +196,28 @@ __device__ inline BackwardTaskOf<Ordered> find_task(const PrefillParams& forward
   return task;
 }
 
-// visit(query head, its place in the group, step) for every tile of queries, in the order of the
-// walk. Where additions are ordered the heads of a step come together: head after head, the short
-// blocks of a causal mask would come to the second one long before the block they have to wait for.
-template <bool Ordered, class Visit>
-__device__ __forceinline__ void for_each_tile(const BackwardTaskOf<Ordered>& task, int group,
-                                              Visit&& visit) {
-  if constexpr (Ordered) {
+// visit(head of the group, step) for every tile of queries where additions are ordered. The heads
+// of a step come together: head after head, the short blocks of a causal mask would come to the
+// second one long before the block they have to wait for.
+template <class Visit>
+__device__ __forceinline__ void for_each_tile_in_order(const BackwardOrderedTask& task, int group,
+                                                       Visit&& visit) {
 #pragma unroll 1
-    for (int step = task.start_step(); step != task.stop_step(); step += task.stride())
+  for (int step = task.start_step(); step != task.stop_step(); step += task.stride())
 #pragma unroll 1
-      for (int g = 0; g < group; ++g) visit(task.kv_head * group + g, g, step);
-  } else {
-#pragma unroll 1
-    for (int g = 0; g < group; ++g) {
-      const int head = task.kv_head * group + g;
-#pragma unroll 1
-      for (int step = task.first_step; step < task.end_step; ++step) visit(head, g, step);
-    }
-  }
+    for (int g = 0; g < group; ++g) visit(g, step);
 }
 
 // ---- the producer warp
-template <class L, int HeadDim>
+template <class L, int HeadDim, class Steps>
 __device__ __forceinline__ void produce(const BackwardMaps& maps, const BackwardParams& params,
                                         const BackwardGrid& grid,
-                                        const BackwardTaskOf<L::kOrdered>& task,
+                                        const BackwardTaskOf<L::kOrdered>& task, Steps& steps,
                                         const BackwardBarriers& barriers, uint32_t smem, int lane) {
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
   BackwardLoader<HeadDim> loader{barriers.repair, lane};
-  RingPosition<2> q_ring, dout_ring;
+  RingPosition<2> ring;  // of Q and of dO
 
   loader.template load<L::kKeys>(smem + L::kK, &maps.k, barriers.k_full, task.first_key,
                                  task.kv_head, task.k_batch, task.keys, problem.kv_len, 0);
@@ -226,41 +227,107 @@ __device__ __forceinline__ void produce(const BackwardMaps& maps, const Backward
     if (kv_head_index >= grid.lead.zero)
       wait_for_count(grid.workspace.zeroed + kv_head_index, grid.key_blocks);
   }
-  for_each_tile<L::kOrdered>(task, grid.group, [&](int head, int g, int step) {
-    const auto stats_row = [&](int row) {
-      return (int64_t{task.b} * problem.q_heads + head) * grid.workspace.padded_rows + row;
-    };
+  const auto first_row_of = [&](int head) {
+    return (int64_t{task.b} * problem.q_heads + head) * grid.workspace.padded_rows;
+  };
+  const auto load_tiles = [&](int g, int head_of_g, int step) {
     const int row = step * L::kRows;
-    const uint32_t q_full = barriers.q_full + 8 * q_ring.stage;
-    mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
-    loader.template load<L::kRows>(smem + L::kQ + q_ring.stage * L::kQueryBytes, &maps.q, q_full,
-                                   row, head, task.q_batch, task.valid, problem.q_len,
+    const uint32_t q_full = barriers.q_full + 8 * ring.stage;
+    mbarrier_wait(barriers.q_empty + 8 * ring.stage, ring.phase ^ 1);
+    steps.note(ring.stage, step);
+    loader.template load<L::kRows>(smem + L::kQ + ring.stage * L::kQueryBytes, &maps.q, q_full, row,
+                                   steps.head(head_of_g), task.q_batch, task.valid, problem.q_len,
                                    L::kStatBytes);
     if (lane == 0)
-      bulk_load(smem + L::kLse + q_ring.stage * L::kStatBytes, grid.workspace.lse2 + stats_row(row),
-                L::kStatBytes, q_full);
-    q_ring.advance();
+      bulk_load(smem + L::kLse + ring.stage * L::kStatBytes,
+                grid.workspace.lse2 + first_row_of(steps.head(head_of_g)) + row, L::kStatBytes,
+                q_full);
 
-    if (g == 0 && step == task.start_step())
+    if (steps.is_first(g == 0 && step == task.start_step(), steps.head(head_of_g), step))
       loader.template load<L::kKeys>(smem + L::kV, &maps.v, barriers.v_full, task.first_key,
                                      task.kv_head, task.v_batch, task.keys, problem.kv_len, 0);
 
-    const uint32_t dout_full = barriers.dout_full + 8 * dout_ring.stage;
-    mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
-    loader.template load<L::kRows>(smem + L::kDout + dout_ring.stage * L::kQueryBytes, &maps.dout,
-                                   dout_full, row, head, task.b, task.valid, problem.q_len,
-                                   L::kStatBytes);
+    const uint32_t dout_full = barriers.dout_full + 8 * ring.stage;
+    mbarrier_wait(barriers.dout_empty + 8 * ring.stage, ring.phase ^ 1);
+    loader.template load<L::kRows>(smem + L::kDout + ring.stage * L::kQueryBytes, &maps.dout,
+                                   dout_full, row, steps.head(head_of_g), task.b, task.valid,
+                                   problem.q_len, L::kStatBytes);
     if (lane == 0)
-      bulk_load(smem + L::kDelta + dout_ring.stage * L::kStatBytes,
-                grid.workspace.delta + stats_row(row), L::kStatBytes, dout_full);
-    dout_ring.advance();
-  });
+      bulk_load(smem + L::kDelta + ring.stage * L::kStatBytes,
+                grid.workspace.delta + first_row_of(steps.head(head_of_g)) + row, L::kStatBytes,
+                dout_full);
+    ring.advance();
+  };
+  if constexpr (L::kOrdered) {
+    for_each_tile_in_order(task, grid.group, [&](int g, int step) {
+      load_tiles(g, task.kv_head * grid.group + g, step);
+    });
+  } else {
+#pragma unroll 1
+    for (int g = 0; g < grid.group; ++g) {
+      const int head_of_g = task.kv_head * grid.group + g;
+      steps.begin_head(head_of_g, first_row_of(head_of_g));
+#pragma unroll 1
+      for (int step = steps.from(task.first_step, task.end_step); step < task.end_step;
+           step = steps.from(step + 1, task.end_step))
+        load_tiles(g, head_of_g, step);
+    }
+  }
   // Consumers that look one tile ahead find one more, and do not use what they make of it.
   if constexpr (L::kLooksAhead) {
-    mbarrier_wait(barriers.q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
-    if (lane == 0) mbarrier_arrive(barriers.q_full + 8 * q_ring.stage);
-    mbarrier_wait(barriers.dout_empty + 8 * dout_ring.stage, dout_ring.phase ^ 1);
-    if (lane == 0) mbarrier_arrive(barriers.dout_full + 8 * dout_ring.stage);
+    mbarrier_wait(barriers.q_empty + 8 * ring.stage, ring.phase ^ 1);
+    if (lane == 0) mbarrier_arrive(barriers.q_full + 8 * ring.stage);
+    mbarrier_wait(barriers.dout_empty + 8 * ring.stage, ring.phase ^ 1);
+    if (lane == 0) mbarrier_arrive(barriers.dout_full + 8 * ring.stage);
+  }
+}
+
+// A featured block's steps, by the whole block, once it knows its task. L is its layout.
+template <class L>
+__device__ void count_steps(FoundSteps<L::kRows>& steps, BackwardTask& task,
+                            const BackwardParams& params, const BackwardGrid& grid) {
+  if (threadIdx.x == 0) {
+    const Features& features = params.forward.features;
+    const UnitRanges ranges(grid.workspace.keys_segments, {L::kRows, L::kKeys},
+                            params.forward.problem, task.b);
+    const int block = task.first_key / L::kKeys;
+    steps.fill(params.forward, features.key_segments, ranges.keys + block, features.query_segments,
+               ranges.queries, grid.mask, task.b, block, L::kQueryBytes / 2, grid.workspace);
+  }
+  __syncthreads();
+  steps.count(task.first_step, task.end_step, task.kv_head * grid.group, grid.group);
+  if (threadIdx.x == 0 && steps.count() == 0) task.end_step = task.first_step;
+  __syncthreads();
+}
+
+// S^T of a step to P^T, under a cap as finish_capped() leaves it.
+template <class T, int Rows>
+__device__ __forceinline__ void featured_probabilities(float (&s)[Rows / 2], uint32_t lse2,
+                                                       const BackwardGrid& grid,
+                                                       const BackwardTask& task,
+                                                       const FoundSteps<Rows>& steps, int stage,
+                                                       int first_key) {
+  const StepNote note = steps.note_of(stage);
+  if (task.hides(note)) steps.check(s);
+  const int first_row = note.step() * Rows + 2 * (threadIdx.x & 3);
+  const float distance = steps.distance(first_row, first_key);
+  const auto lse2_of = [&](int j) { return OfColumns{shared_load_f32x2(lse2 + 32 * j)}; };
+  begin_probabilities(s, grid.cap, grid.scale_log2, steps, stage, distance, lse2_of);
+  const float hidden = grid.cap.is_given() ? kHiddenTanh : 0.f;
+  if (task.is_cut(note.step())) {
+    hide_before<Rows>(s, task.first_row(first_key) - first_row,
+                      task.first_row(first_key + 8) - first_row, hidden);
+    if (note.step() >= task.far_step)
+      hide_from<Rows>(s, task.end_row(first_key) - first_row,
+                      task.end_row(first_key + 8) - first_row, hidden);
+  }
+  if (note.mixed()) hide_other_segments<Rows>(s, steps, stage, first_key, hidden);
+  if (note.masked()) hide_by_mask<Rows>(s, steps, stage, first_key, hidden);
+  if (grid.cap.is_given()) {
+    if (steps.has_alibi())
+      finish_capped<T, true>(s, grid.cap, steps.log2_slope(stage), distance, lse2_of);
+    else
+      finish_capped<T, false>(s, grid.cap, 0.f, distance, lse2_of);
   }
 }
 

@@ -41,6 +41,7 @@ __global__ __launch_bounds__(32 * Config::kMaxWarps, Config::kMinBlocks) void ba
     const __grid_constant__ BackwardParams params, int stages) {
   extern __shared__ __align__(128) unsigned char memory[];
   using Block = BackwardSm80Block<Config>;
+  if (is_not_wanted(params)) return;
   Block(params, stages, memory, blockIdx.x).run();
   __syncthreads();
   Block(params, stages, memory, block_index_again()).store();
@@ -52,6 +53,7 @@ __launch_bounds__(32 * Config::kMaxWarps, Config::kMinBlocks) void backward_wide
     const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
   using Block = BackwardWideSm80Block<Config>;
+  if (is_not_wanted(params)) return;
   Block(params, memory, blockIdx.x).run();
   __syncthreads();
   Block(params, memory, block_index_again()).store();

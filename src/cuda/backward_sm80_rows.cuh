@@ -35,6 +35,11 @@ __device__ __forceinline__ float dot_chunks(const T* a, const T* b) {
   return sum;
 }
 
+// Whether a launch has nothing to do: what it would do again is right.
+__device__ __forceinline__ bool is_not_wanted(const BackwardParams& params) {
+  return params.only_if && *params.only_if == 0.0f;
+}
+
 constexpr int kRowThreads = 256;
 
 // Lanes that share a row, 16 bytes each.
@@ -48,6 +53,7 @@ __global__ __launch_bounds__(kRowThreads) void backward_sm80_rows_kernel(
   constexpr int kLanes = lanes_per_row(HeadDim);
   constexpr int kRows = kRowThreads / kLanes;
   static_assert(kBackwardRowPadding % kRows == 0, "a block stays inside one head");
+  if (is_not_wanted(params)) return;
   const PrefillParams& forward = params.forward;
 
   const int64_t padded = backward_sm80_rows(forward.problem.q_len);
@@ -92,6 +98,7 @@ __global__ __launch_bounds__(kRowThreads) void backward_sm80_rows_kernel(
 
 __global__ static __launch_bounds__(kSinkThreads) void backward_sm80_sinks_kernel(
     const __grid_constant__ BackwardParams params) {
+  if (is_not_wanted(params)) return;
   const int q_heads = params.forward.problem.q_heads;
   const RowStatistics* rows = head_statistics(params, blockIdx.x / q_heads, blockIdx.x % q_heads);
   store_sink_gradient(params, [&](int t) { return rows[t]; });

@@ -3,6 +3,7 @@
 #define FLASHATTN_CUDA_BACKWARD_SM90_CUH_
 
 #include "backward_dq_sm90.cuh"
+#include "backward_features_sm90.cuh"
 #include "backward_keys_sm90.cuh"
 #include "backward_passes.cuh"
 #include "backward_plan.h"
@@ -26,23 +27,23 @@ inline Status launch_backward_pass(const char* name, const void* kernel,
 }
 
 inline BackwardLead backward_lead_of(const BackwardParams& params) {
-  return backward_lead_sm90(params.forward, params.deterministic);
+  return backward_lead_sm90(params.forward, backward_sum(params) == BackwardSum::kInOrder);
 }
 
-template <class T, int HeadDim, bool Ordered>
+template <class T, int HeadDim, BackwardSum Sum>
 Status launch_backward_prepare(const BackwardParams& params, const Device& device,
                                cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim, Ordered>);
+  const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim, Sum>);
   const Problem& problem = params.forward.problem;
   return launch_backward_pass("backward_prepare", kernel, params,
                               int64_t{problem.batch} * problem.q_heads,
                               backward_lead_of(params).zero, false, device, stream);
 }
 
-template <class T, int HeadDim, bool Ordered>
+template <class T, int HeadDim, BackwardSum Sum>
 Status launch_backward_finish(const BackwardParams& params, const Device& device,
                               cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(&backward_finish_kernel<T, HeadDim, Ordered>);
+  const void* kernel = reinterpret_cast<const void*>(&backward_finish_kernel<T, HeadDim, Sum>);
   const int lead = backward_lead_of(params).convert;
   return launch_backward_pass("backward_finish", kernel, params,
                               int64_t{lead} * params.forward.problem.group(), lead, true, device,
@@ -83,6 +84,8 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
                     scale,
                     scale * kLog2e,
                     BackwardWorkspace(params),
+                    BackwardCap(forward.scores),
+                    backward_mask(params, true),
                     sections.last,
                     sections.short_first,
                     BackwardParts(params)};
@@ -92,42 +95,107 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
   return launch({name, kernel, dim3(blocks), 384, L::kBytes, 1, true}, args, device, stream);
 }
 
-template <class T, int HeadDim, bool Ordered>
+template <class T, int HeadDim, BackwardSum Sum, bool Featured>
 Status launch_backward_keys_sm90(const BackwardParams& params, const Device& device,
                                  cudaStream_t stream) {
   const void* kernel =
-      reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, Ordered>);
-  return launch_backward_keys<BackwardLayout<HeadDim, Ordered>, HeadDim>(
-      "backward_keys_sm90", kernel, params, device, stream);
+      reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, Sum, Featured>);
+  return launch_backward_keys<BackwardLayout<HeadDim, Sum>, HeadDim>("backward_keys_sm90", kernel,
+                                                                     params, device, stream);
 }
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 Status launch_backward_wide_sm90(const BackwardParams& params, const Device& device,
                                  cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(&backward_wide_sm90_kernel<T, HeadDim>);
-  return launch_backward_keys<BackwardWideLayout<HeadDim>, HeadDim>("backward_wide_sm90", kernel,
-                                                                    params, device, stream);
+  const void* kernel =
+      reinterpret_cast<const void*>(&backward_wide_sm90_kernel<T, HeadDim, Featured>);
+  return launch_backward_keys<BackwardWideLayout<HeadDim, Featured>, HeadDim>(
+      "backward_wide_sm90", kernel, params, device, stream);
 }
 
 // Prepare, the kernel that owns keys and adds up dQ, and the pass that converts dQ.
-template <class T, int HeadDim, bool Ordered>
+template <class T, int HeadDim, BackwardSum Sum, bool Featured>
 Status launch_backward_accumulating(const BackwardParams& params, const Device& device,
                                     cudaStream_t stream) {
-  if (Status s = launch_backward_prepare<T, HeadDim, Ordered>(params, device, stream); !s.ok())
+  if (Status s = launch_backward_prepare<T, HeadDim, Sum>(params, device, stream); !s.ok())
     return s;
-  if (Status s = launch_backward_keys_sm90<T, HeadDim, Ordered>(params, device, stream); !s.ok())
+  if (Status s = launch_backward_keys_sm90<T, HeadDim, Sum, Featured>(params, device, stream);
+      !s.ok())
     return s;
-  return launch_backward_finish<T, HeadDim, Ordered>(params, device, stream);
+  return launch_backward_finish<T, HeadDim, Sum>(params, device, stream);
+}
+
+template <class T, int HeadDim, bool Featured>
+Status launch_backward_dkv(const BackwardParams& params, const Device& device,
+                           cudaStream_t stream) {
+  if constexpr (HeadDim <= 128)
+    return launch_backward_keys_sm90<T, HeadDim, BackwardSum::kNone, Featured>(params, device,
+                                                                               stream);
+  else
+    return launch_backward_wide_sm90<T, HeadDim, Featured>(params, device, stream);
 }
 
 // Prepare, dK and dV, dQ: nothing is added up across blocks.
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 Status launch_backward_split(const BackwardParams& params, const Device& device,
                              cudaStream_t stream) {
-  if (Status s = launch_backward_prepare<T, HeadDim, false>(params, device, stream); !s.ok())
+  if (Status s = launch_backward_prepare<T, HeadDim, BackwardSum::kNone>(params, device, stream);
+      !s.ok())
     return s;
-  if (Status s = launch_backward_wide_sm90<T, HeadDim>(params, device, stream); !s.ok()) return s;
-  return launch_backward_dq_sm90<T, HeadDim>(params, device, stream);
+  if (Status s = launch_backward_dkv<T, HeadDim, Featured>(params, device, stream); !s.ok())
+    return s;
+  return launch_backward_dq_sm90<T, HeadDim, Featured>(params, device, stream);
+}
+
+// First: every later kernel may rely on it from its first instruction on.
+inline Status launch_backward_segments(const BackwardParams& params, BackwardUnits units,
+                                       float* ranges, const Device& device, cudaStream_t stream) {
+  const Problem& problem = params.forward.problem;
+  const int64_t warps = problem.batch * (units.query_units(problem) + units.key_units(problem));
+  constexpr int kWarps = kSegmentThreads / 32;
+  void* args[] = {const_cast<BackwardParams*>(&params), &units, &ranges};
+  return launch({"backward_segments", reinterpret_cast<const void*>(&backward_segments_kernel),
+                 dim3(static_cast<unsigned>((warps + kWarps - 1) / kWarps)), kSegmentThreads, 0},
+                args, device, stream);
+}
+
+inline Status launch_backward_mask(const PrefillParams& forward, const BackwardMask& packed,
+                                   BackwardUnits units, bool owns_keys, const Device& device,
+                                   cudaStream_t stream) {
+  const Broadcast& mask = forward.features.mask;
+  if (mask.data == nullptr) return {};
+  const int last_query = forward.problem.q_len - 1, last_key = forward.problem.kv_len - 1;
+  PackMaskTask task{mask,
+                    packed,
+                    owns_keys ? mask.col : mask.row,
+                    owns_keys ? mask.row : mask.col,
+                    owns_keys ? last_key : last_query,
+                    owns_keys ? last_query : last_key,
+                    owns_keys ? units.queries : units.keys};
+  void* args[] = {&task};
+  const int64_t blocks = packed.planes() * packed.blocks * packed.units;
+  return launch({"backward_mask", reinterpret_cast<const void*>(&backward_mask_kernel),
+                 dim3(static_cast<unsigned>(blocks)), owns_keys ? units.keys : units.queries, 0},
+                args, device, stream);
+}
+
+// What hides pairs, as the kernels read it.
+template <int HeadDim>
+Status launch_backward_hiding(const BackwardParams& params, const Device& device,
+                              cudaStream_t stream) {
+  if (!backward_may_be_done_again(params.forward)) return {};
+  const BackwardWorkspace workspace(params);
+  const bool accumulates = backward_sum(params) != BackwardSum::kNone;
+  const auto prepare = [&](BackwardUnits units, float* ranges, bool owns_keys) {
+    if (Status s = launch_backward_segments(params, units, ranges, device, stream); !s.ok())
+      return s;
+    return launch_backward_mask(params.forward, backward_mask(params, owns_keys), units, owns_keys,
+                                device, stream);
+  };
+  const Status status =
+      prepare(backward_keys_units(HeadDim, accumulates), workspace.keys_segments, true);
+  if (!status.ok() || accumulates) return status;
+  return prepare(backward_dq_units(HeadDim), workspace.dq_segments, false);
 }
 
 // Last, so that nothing waits for it.
@@ -142,21 +210,30 @@ inline Status launch_backward_sinks(const BackwardParams& params, const Device& 
                 args, device, stream);
 }
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 Status launch_backward_products(const BackwardParams& params, const Device& device,
                                 cudaStream_t stream) {
-  if constexpr (backward_accumulates_dq(HeadDim))
-    return params.deterministic
-               ? launch_backward_accumulating<T, HeadDim, true>(params, device, stream)
-               : launch_backward_accumulating<T, HeadDim, false>(params, device, stream);
-  else
-    return launch_backward_split<T, HeadDim>(params, device, stream);
+  if constexpr (HeadDim <= 128) {
+    if (!params.deterministic)
+      return launch_backward_accumulating<T, HeadDim, BackwardSum::kAnyOrder, Featured>(
+          params, device, stream);
+    if constexpr (!Featured)
+      return launch_backward_accumulating<T, HeadDim, BackwardSum::kInOrder, false>(params, device,
+                                                                                    stream);
+  }
+  if constexpr (HeadDim > 128 || Featured)
+    return launch_backward_split<T, HeadDim, Featured>(params, device, stream);
 }
 
 template <class T, int HeadDim>
 Status launch_backward_sm90(const BackwardParams& params, const Device& device,
                             cudaStream_t stream) {
-  if (Status s = launch_backward_products<T, HeadDim>(params, device, stream); !s.ok()) return s;
+  if (Status s = launch_backward_hiding<HeadDim>(params, device, stream); !s.ok()) return s;
+  if (Status s = backward_is_featured(params.forward)
+                     ? launch_backward_products<T, HeadDim, true>(params, device, stream)
+                     : launch_backward_products<T, HeadDim, false>(params, device, stream);
+      !s.ok())
+    return s;
   return launch_backward_sinks(params, device, stream);
 }
 

@@ -133,12 +133,13 @@ __device__ __forceinline__ void probabilities(float (&s)[Rows / 2], uint32_t lse
 
 // The other end of a window: queries from `end` on (`end_8` in the second row) do not see the key.
 template <int Rows>
-__device__ __forceinline__ void hide_from(float (&p)[Rows / 2], int end, int end_8) {
+__device__ __forceinline__ void hide_from(float (&p)[Rows / 2], int end, int end_8,
+                                          float hidden = 0.f) {
 #pragma unroll
   for (int j = 0; j < Rows / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (8 * j + (i & 1) >= (i < 2 ? end : end_8)) p[4 * j + i] = 0.f;
+      if (8 * j + (i & 1) >= (i < 2 ? end : end_8)) p[4 * j + i] = hidden;
 }
 
 template <class T, int Words>

@@ -22,7 +22,7 @@
 
 namespace flashattn {
 
-template <int HeadDim>
+template <int HeadDim, bool Featured>
 struct BackwardWideLayout {
   static constexpr int kRows = 64, kKeys = 64;
   static constexpr int kStages = 2;  // of Q and of dO
@@ -42,22 +42,25 @@ struct BackwardWideLayout {
   static constexpr int kP = kDout + kStages * kQueryBytes, kDs = kP + kExchangeBytes;
   static constexpr int kLse = kDs + kExchangeBytes, kDelta = kLse + kStages * kStatBytes;
   static constexpr int kBarriers = kDelta + kStages * kStatBytes;
-  static constexpr int kBytes = kBarriers + 128 + 1024;
+  static constexpr int kDerivatives = kBarriers + 128;  // of a soft cap, handed over beside P
+  static constexpr int kBytes = kDerivatives + (Featured ? kExchangeBytes : 0) + 1024;
 };
 
 // What both warpgroups have: Columns of dK and dV from column FirstColumn on.
-template <class T, int HeadDim, int FirstColumn, int Columns>
+template <class T, int HeadDim, int FirstColumn, int Columns, bool Featured>
 class BackwardWideHalf {
  public:
-  using L = BackwardWideLayout<HeadDim>;
+  using L = BackwardWideLayout<HeadDim, Featured>;
   static constexpr int kRows = L::kRows;
+  using Steps = BackwardSteps<kRows, Featured>;
 
   __device__ __forceinline__ BackwardWideHalf(const BackwardMaps& maps, const BackwardGrid& grid,
-                                              const BackwardTask& task,
+                                              const BackwardTask& task, const Steps& steps,
                                               const BackwardBarriers& barriers, uint32_t smem)
       : maps_(maps),
         grid_(grid),
         task_(task),
+        steps_(steps),
         barriers_(barriers),
         smem_(smem),
         thread_(threadIdx.x & 127),
@@ -158,6 +161,7 @@ class BackwardWideHalf {
   const BackwardMaps& maps_;
   const BackwardGrid& grid_;
   const BackwardTask& task_;
+  const Steps& steps_;
   const BackwardBarriers& barriers_;
   const uint32_t smem_;
   const int thread_;
@@ -169,12 +173,14 @@ class BackwardWideHalf {
 };
 
 // ---- the warpgroup of S and P
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 class BackwardWideScores
-    : BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim>::kScoresColumns> {
-  using Half = BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim>::kScoresColumns>;
-  using Half::kRows, Half::task_, Half::grid_, Half::barriers_, Half::smem_, Half::thread_,
-      Half::ring_, Half::p_, Half::ds_;
+    : BackwardWideHalf<T, HeadDim, 0, BackwardWideLayout<HeadDim, Featured>::kScoresColumns,
+                       Featured> {
+  using Half = BackwardWideHalf<T, HeadDim, 0,
+                                BackwardWideLayout<HeadDim, Featured>::kScoresColumns, Featured>;
+  using Half::kRows, Half::task_, Half::steps_, Half::grid_, Half::barriers_, Half::smem_,
+      Half::thread_, Half::ring_, Half::p_, Half::ds_;
   using typename Half::L;
 
  public:
@@ -189,6 +195,24 @@ class BackwardWideScores
     issue_scores();
     wgmma_wait<0>();
     Half::clear_gradients();
+    if constexpr (Featured)
+      walk_found();
+    else
+      walk();
+    Half::store_gradients();
+  }
+
+ private:
+  // With features any step may need a mask.
+  __device__ __forceinline__ void walk_found() {
+#pragma unroll 1
+    for (int left = steps_.count(); left > 0; --left) {
+      step<true>();
+      wgmma_wait<0>();
+    }
+  }
+
+  __device__ __forceinline__ void walk() {
     // Loop edges are full waits, as in backward_keys_sm90.cuh.
 #pragma unroll 1
     for (int g = 0; g < grid_.group; ++g) {
@@ -216,33 +240,44 @@ class BackwardWideScores
         if (step_ == masked_end) break;
       }
     }
-    Half::store_gradients();
   }
 
- private:
   __device__ __forceinline__ void issue_scores() {
     mbarrier_wait(barriers_.q_full + 8 * ring_.stage, ring_.phase);
     Half::issue_products(s_, smem_ + L::kK, Half::q_tile());
+  }
+
+  template <bool Masked>
+  __device__ __forceinline__ void exponentials() {
+    const uint32_t lse2 = Half::stats_ + L::kLse + ring_.stage * L::kStatBytes;
+    if constexpr (Featured) {
+      featured_probabilities<T, kRows>(s_, lse2, grid_, task_, steps_, ring_.stage,
+                                       Half::first_key());
+      return;
+    }
+    const int first_row = step_ * kRows + 2 * (thread_ & 3);
+    probabilities<kRows, Masked>(s_, lse2, grid_.scale_log2,
+                                 Masked ? task_.first_row(Half::first_key()) - first_row : 0,
+                                 Masked ? task_.first_row(Half::first_key() + 8) - first_row : 0);
+    if (Masked && step_ >= task_.far_step)
+      hide_from<kRows>(s_, task_.end_row(Half::first_key()) - first_row,
+                       task_.end_row(Half::first_key() + 8) - first_row);
   }
 
   // On entry S of this block is there and dV of the one before it may still run; the exponentials
   // run under it and under what the other warpgroup has in flight.
   template <bool Masked>
   __device__ __forceinline__ void step() {
-    const int first_row = step_ * kRows + 2 * (thread_ & 3);
-    probabilities<kRows, Masked>(s_, Half::stats_ + L::kLse + ring_.stage * L::kStatBytes,
-                                 grid_.scale_log2,
-                                 Masked ? task_.first_row(Half::first_key()) - first_row : 0,
-                                 Masked ? task_.first_row(Half::first_key() + 8) - first_row : 0);
-    if (Masked && step_ >= task_.far_step)
-      hide_from<kRows>(s_, task_.end_row(Half::first_key()) - first_row,
-                       task_.end_row(Half::first_key() + 8) - first_row);
+    exponentials<Masked>();
     // The stage's Q is there since S was issued: it passes at once, and its branch keeps the
     // exponentials ahead of the wait for dV.
     mbarrier_wait(barriers_.q_full + 8 * ring_.stage, ring_.phase);
     wgmma_wait<0>();
     mbarrier_arrive_if(thread_ == 0 && started_, barriers_.dout_empty + 8 * (ring_.stage ^ 1));
-    pack_pairs<T>(p_, s_);
+    if constexpr (Featured)
+      hand_over_capped();
+    else
+      pack_pairs<T>(p_, s_);
     Half::hand_over(L::kP, p_);
     named_barrier_arrive(Half::kPReady, 256);
     started_ = true;
@@ -260,20 +295,31 @@ class BackwardWideScores
     mbarrier_arrive_if(thread_ == 0, barriers_.q_empty + 8 * stage);
   }
 
+  // P to p_, and the derivatives of a cap to the other warpgroup.
+  __device__ __forceinline__ void hand_over_capped() {
+    pack_probabilities<T>(p_, s_, grid_.cap);
+    if (!grid_.cap.is_given()) return;
+    uint32_t derivatives[kRows / 4];
+#pragma unroll
+    for (int w = 0; w < kRows / 4; ++w) derivatives[w] = capped_derivative(s_, w);
+    Half::hand_over(L::kDerivatives, derivatives);
+  }
+
   float s_[kRows / 2];
   int step_ = 0;
   bool started_ = false;
 };
 
 // ---- the warpgroup of dP and dS
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 class BackwardWideGradients
-    : BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim>::kScoresColumns,
-                       HeadDim - BackwardWideLayout<HeadDim>::kScoresColumns> {
-  using Half = BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim>::kScoresColumns,
-                                HeadDim - BackwardWideLayout<HeadDim>::kScoresColumns>;
-  using Half::kRows, Half::task_, Half::grid_, Half::barriers_, Half::smem_, Half::thread_,
-      Half::ring_, Half::p_, Half::ds_;
+    : BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim, Featured>::kScoresColumns,
+                       HeadDim - BackwardWideLayout<HeadDim, Featured>::kScoresColumns, Featured> {
+  using Half =
+      BackwardWideHalf<T, HeadDim, BackwardWideLayout<HeadDim, Featured>::kScoresColumns,
+                       HeadDim - BackwardWideLayout<HeadDim, Featured>::kScoresColumns, Featured>;
+  using Half::kRows, Half::task_, Half::steps_, Half::grid_, Half::barriers_, Half::smem_,
+      Half::thread_, Half::ring_, Half::p_, Half::ds_;
   using typename Half::L;
 
  public:
@@ -288,6 +334,20 @@ class BackwardWideGradients
     issue_dp();
     wgmma_wait<0>();
     Half::clear_gradients();
+    if constexpr (Featured)
+      walk_found();
+    else
+      walk();
+    Half::store_gradients();
+  }
+
+ private:
+  __device__ __forceinline__ void walk_found() {
+#pragma unroll 1
+    for (int left = steps_.count(); left > 0; --left) step<true>();
+  }
+
+  __device__ __forceinline__ void walk() {
 #pragma unroll 1
     for (int g = 0; g < grid_.group; ++g) {
       int i = task_.first_step, masked_end = task_.plain_begin;
@@ -301,10 +361,8 @@ class BackwardWideGradients
         if (i == masked_end) break;
       }
     }
-    Half::store_gradients();
   }
 
- private:
   __device__ __forceinline__ void issue_dp() {
     mbarrier_wait(barriers_.dout_full + 8 * ring_.stage, ring_.phase);
     Half::issue_products(dp_, smem_ + L::kV, Half::dout_tile());
@@ -317,8 +375,12 @@ class BackwardWideGradients
     named_barrier_sync(Half::kPReady, 256);
     Half::take_over(L::kP, p_);
     Half::issue_gradient(Half::dv_, p_, Half::dout_tile());
+    if constexpr (Featured)
+      if (task_.hides(steps_.note_of(stage))) steps_.check(dp_);
     score_gradients<T, kRows, Masked>(ds_, p_, dp_,
                                       Half::stats_ + L::kDelta + stage * L::kStatBytes);
+    if constexpr (Featured)
+      if (grid_.cap.is_given()) apply_derivatives();
     Half::hand_over(L::kDs, ds_);
     named_barrier_arrive(Half::kDsReady, 256);
     ring_.advance();
@@ -330,33 +392,45 @@ class BackwardWideGradients
     mbarrier_arrive_if(thread_ == 0, barriers_.dout_empty + 8 * stage);
   }
 
+  __device__ __forceinline__ void apply_derivatives() {
+    uint32_t derivatives[kRows / 4];
+    Half::take_over(L::kDerivatives, derivatives);
+#pragma unroll
+    for (int w = 0; w < kRows / 4; ++w) {
+      const float2 ds = unpack<T>(ds_[w]), derivative = unpack<__half>(derivatives[w]);
+      ds_[w] = pack<T>(ds.x * derivative.x, ds.y * derivative.y);
+    }
+  }
+
   float dp_[kRows / 2];
 };
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 __global__ void __launch_bounds__(384, 1)
     backward_wide_sm90_kernel(const __grid_constant__ BackwardMaps maps,
                               const __grid_constant__ BackwardParams params,
                               const __grid_constant__ BackwardGrid grid) {
-  using L = BackwardWideLayout<HeadDim>;
+  using L = BackwardWideLayout<HeadDim, Featured>;
   extern __shared__ char raw_smem[];
   __shared__ BackwardTask task;
+  __shared__ BackwardSteps<L::kRows, Featured> steps;
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
   if (threadIdx.x == 0) barriers.init<L::kOrdered>();
   if (threadIdx.x == 32) task = find_task<L::kOrdered>(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
+  if constexpr (Featured) count_steps<L>(steps, task, params, grid);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
     if (threadIdx.x < 32 && task.steps() > 0)
-      produce<L, HeadDim>(maps, params, grid, task, barriers, smem, threadIdx.x);
+      produce<L, HeadDim>(maps, params, grid, task, steps, barriers, smem, threadIdx.x);
   } else {
     registers_claim<240>();
     if (warpgroup == 1)
-      BackwardWideScores<T, HeadDim>(maps, grid, task, barriers, smem).run();
+      BackwardWideScores<T, HeadDim, Featured>(maps, grid, task, steps, barriers, smem).run();
     else
-      BackwardWideGradients<T, HeadDim>(maps, grid, task, barriers, smem).run();
+      BackwardWideGradients<T, HeadDim, Featured>(maps, grid, task, steps, barriers, smem).run();
   }
 }
 

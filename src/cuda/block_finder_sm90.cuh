@@ -1,14 +1,15 @@
 // Which blocks of keys a tile visits where any mask may apply, and which of them need no mask.
 //
-// The window leaves a range of blocks, of which those at its edges are masked. Segments, and a mask
-// that is the same for all rows, are looked at for 32 blocks at a time: blocks without a visible
-// key are not even loaded, and those that all rows see as a whole go the way of an unmasked block.
+// The window leaves a range of blocks, of which those at its edges are masked. Segments and what is
+// known of a mask are looked at for 32 blocks at a time: blocks without a visible key are not even
+// loaded, and those that all rows see as a whole go the way of an unmasked block.
 #ifndef FLASHATTN_CUDA_BLOCK_FINDER_SM90_CUH_
 #define FLASHATTN_CUDA_BLOCK_FINDER_SM90_CUH_
 
 #include <climits>
 #include <cstdint>
 
+#include "mask_bits.h"
 #include "params.h"
 #include "score.cuh"
 #include "tile_scheduler.cuh"
@@ -26,7 +27,7 @@ __device__ __forceinline__ bool is_given(const void* operand) {
 // A block of keys to visit, and what hides some of it, in one word.
 class FoundBlock {
  public:
-  static constexpr int kLast = 1, kEdge = 2, kColumns = 4, kRows = 8, kShift = 4;
+  static constexpr int kLast = 1, kEdge = 2, kMask = 4, kSegments = 8, kShift = 4;
 
   FoundBlock() = default;  // so that it can lie in shared memory
   __device__ FoundBlock(int block, int flags) : code_((block << kShift) + flags) {}
@@ -38,53 +39,24 @@ class FoundBlock {
 
   __device__ bool exists() const { return code_ >= 0; }
   __device__ int block() const { return code_ >> kShift; }
-  __device__ bool last() const { return code_ & kLast; }                         // of the tile
-  __device__ bool masked() const { return code_ & (kEdge | kColumns | kRows); }  // by any of:
-  __device__ bool masked_by_edge() const { return code_ & kEdge; }               // the window's
-  __device__ bool masked_by_columns() const { return code_ & kColumns; }         // see MaskBits
-  __device__ bool masked_by_rows() const { return code_ & kRows; }  // segments, other masks
+  __device__ bool last() const { return code_ & kLast; }                          // of the tile
+  __device__ bool masked() const { return code_ & (kEdge | kMask | kSegments); }  // by any of:
+  __device__ bool masked_by_edge() const { return code_ & kEdge; }                // the window's
+  __device__ bool masked_by_mask() const { return code_ & kMask; }
+  __device__ bool masked_by_segments() const { return code_ & kSegments; }
 
  private:
   int code_;
-};
-
-// What a mask that is the same for all rows shows of a block: word q is for lanes q of the
-// consumers' quads, bit 2 j + e for key 8 j + 2 q + e.
-struct alignas(16) MaskBits {
-  uint32_t of_quad_lane[4];
-};
-
-// Smallest and largest segment of a range.
-struct SegmentRange {
-  int least = INT_MAX, most = INT_MIN;
-
-  __device__ void include(int segment) {
-    least = min(least, segment);
-    most = max(most, segment);
-  }
-  // Over all lanes.
-  __device__ void gather() {
-    least = __reduce_min_sync(~0u, least);
-    most = __reduce_max_sync(~0u, most);
-  }
-  __device__ bool overlaps(const SegmentRange& other) const {
-    return least <= other.most && other.least <= most;
-  }
-  __device__ bool is_only(const SegmentRange& other) const {
-    return least == most && other.least == least && other.most == least;
-  }
 };
 
 // All calls are a whole warp's.
 template <int BlockKv>
 class BlockFinder {
  public:
-  // `mask_bits` lies in shared memory, of which thread 0 makes use.
-  __device__ BlockFinder(const PrefillParams& params, MaskBits (&mask_bits)[32])
-      : params_(params), mask_bits_(mask_bits), looks_at_(0) {
-    const Features& features = params.features;
-    if (features.key_segments) looks_at_ |= kSegments;
-    if (features.mask.data) looks_at_ |= features.mask.row == 0 ? kOneRow : kAllRows;
+  __device__ BlockFinder(const PrefillParams& params, const PackedMask& mask)
+      : params_(params), mask_(mask), looks_at_(0) {
+    if (params.features.key_segments) looks_at_ |= FoundBlock::kSegments;
+    if (mask.words) looks_at_ |= FoundBlock::kMask;
   }
 
   // Begins with a tile of so many query positions.
@@ -94,7 +66,6 @@ class BlockFinder {
     const Range keys = sequence.keys_seen_by(first_row, last_row);
     if (first_row > last_row || keys.begin >= keys.end) return stop();
     batch_ = work.batch;
-    head_ = work.head;
     kv_len_ = work.kv_len;
     first_block_ = keys.begin / BlockKv;
     block_ = (keys.end + BlockKv - 1) / BlockKv;
@@ -104,7 +75,12 @@ class BlockFinder {
     first_whole_ = (whole_begin + BlockKv - 1) / BlockKv;
     end_whole_ = max(whole_end, 0) / BlockKv;
     known_from_ = INT_MAX;
-    if (looks_at_ & kSegments) find_row_segments(first_row, last_row);
+    if (looks_at_ & FoundBlock::kSegments) find_row_segments(first_row, last_row);
+    if (looks_at_ & FoundBlock::kMask) {
+      const int tile = mask_.tiles == 1 ? 0 : first_row / positions;
+      mask_seen_ =
+          mask_.seen + (mask_.plane(work.batch, work.head) * mask_.tiles + tile) * mask_.blocks;
+    }
   }
   __device__ __forceinline__ void stop() { first_block_ = block_ = 0; }
 
@@ -113,27 +89,14 @@ class BlockFinder {
     --block_;
     int looks_at = looks_at_;
     opaque(looks_at);  // else what is known of it occupies predicates, and those spill
-    if (looks_at & (kSegments | kOneRow)) skip_hidden(looks_at);
+    if (looks_at) skip_hidden(looks_at);
     if (block_ < first_block_) return FoundBlock::none();
     int flags = block_ < first_whole_ || block_ >= end_whole_ ? FoundBlock::kEdge : 0;
-    if (looks_at & kAllRows) flags |= FoundBlock::kRows;
-    if (looks_at & (kSegments | kOneRow) && !(whole_ >> (block_ - known_from_) & 1)) {
-      if (looks_at & kSegments) flags |= FoundBlock::kRows;
-      if (looks_at & kOneRow) flags |= FoundBlock::kColumns;
-    }
+    if (looks_at && !(whole_ >> (block_ - known_from_) & 1)) flags |= looks_at;
     return {block_, flags};
   }
 
-  // Of the block that next() has returned, for thread 0.
-  __device__ __forceinline__ MaskBits mask_bits() const {
-    return mask_bits_[(block_ - known_from_) & 31];
-  }
-
  private:
-  // What there is beside a window: a mask is one row for all queries, or a row for each, which is
-  // left to those who need it.
-  static constexpr int kSegments = 1, kOneRow = 2, kAllRows = 4;
-
   __device__ __forceinline__ void skip_hidden(int looks_at) {
     for (; block_ >= first_block_; block_ = known_from_ - 1) {
       if (block_ < known_from_) look(looks_at);
@@ -158,8 +121,8 @@ class BlockFinder {
     known_from_ = block_ - 31;
     const int first = max(known_from_, first_block_);
     visible_ = whole_ = ~0u << (first - known_from_);
-    if (looks_at & kSegments) look_at_segments(first);
-    if (looks_at & kOneRow) look_at_mask(first);
+    if (looks_at & FoundBlock::kSegments) look_at_segments(first);
+    if (looks_at & FoundBlock::kMask) look_at_mask(first);
   }
 
   // Unrolled, so that several blocks' loads are under way at once.
@@ -173,27 +136,12 @@ class BlockFinder {
       note(n, block.overlaps(row_segments_), row_segments_.is_only(block));
     }
   }
+  // A block a lane.
   __device__ __forceinline__ void look_at_mask(int first) {
-    const Broadcast& operand = params_.features.mask;
-    const uint8_t* mask =
-        static_cast<const uint8_t*>(operand.data) + operand.offset(batch_, head_, 0, 0);
-#pragma unroll 2
-    for (int n = first; n <= block_; ++n) {
-      uint32_t any = 0, all = ~0u;
-      MaskBits bits;
-      const int lane = threadIdx.x % 32, first_key = n * BlockKv + lane / 2 * 8 + lane % 2;
-      const int last = min(n * BlockKv + BlockKv, kv_len_) - 1;
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const int key = min(first_key + 2 * q, last);
-        const uint32_t seen = __ballot_sync(~0u, __ldg(mask + key * operand.col) != 0);
-        any |= seen;
-        all &= seen;
-        bits.of_quad_lane[q] = seen;
-      }
-      if (threadIdx.x == 0) mask_bits_[n - known_from_] = bits;
-      note(n, any != 0, all == ~0u);
-    }
+    const int n = max(known_from_ + static_cast<int>(threadIdx.x % 32), first);
+    const int seen = __ldg(mask_seen_ + (mask_.blocks == 1 ? 0 : n));
+    visible_ &= __ballot_sync(~0u, (seen & PackedMask::kAny) != 0);
+    whole_ &= __ballot_sync(~0u, (seen & PackedMask::kAll) != 0);
   }
   // This lane's keys of a block; the sequence's last stands for those beyond.
   template <class F>
@@ -209,12 +157,13 @@ class BlockFinder {
   }
 
   const PrefillParams& params_;
-  MaskBits (&mask_bits_)[32];  // of the 32 blocks that visible_ and whole_ tell of
-  int looks_at_;
-  int batch_, head_, kv_len_;
+  const PackedMask& mask_;
+  int looks_at_;  // beside a window, in the bits of FoundBlock
+  int batch_, kv_len_;
   int block_, first_block_;      // the last one found; the first that the window leaves
   int first_whole_, end_whole_;  // the blocks of which it hides nothing
   SegmentRange row_segments_;
+  const uint8_t* mask_seen_;  // of the tile's rows, a byte a block
   int known_from_;            // visible_ and whole_ tell of 32 blocks from here on:
   uint32_t visible_, whole_;  // some row sees a key; all rows see all keys but for the window
 };

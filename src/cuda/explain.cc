@@ -20,18 +20,29 @@ int compiled_head_dim(std::integer_sequence<int, Dims...>, int wanted) {
 
 std::string number(int64_t n) { return std::to_string(n); }
 
-std::string describe_backward_sm90(const BackwardParams& params) {
+std::string describe_backward_products(const BackwardParams& params) {
   const int head_dim = backward_head_dim_sm90(params.forward.problem.widest_dim());
   const std::string suffix = ", head dim " + number(head_dim) + ": ";
-  if (backward_accumulates_dq(head_dim)) {
+  if (backward_sum(params) != BackwardSum::kNone) {
     return "dK, dV and dQ in one kernel, " + number(backward_tile_sm90(head_dim).rows) +
            " queries a step" + suffix + "5 products instead of 7, dQ is added up in fp32" +
            (params.deterministic ? ", in a fixed order" : "");
   }
   return "dK and dV in one kernel, dQ in another, " + number(backward_dq_tile_sm90(head_dim).keys) +
          " keys a step" + suffix +
-         "above 128, L2 could not add up dQ fast enough; deterministic, nothing is added across "
-         "blocks";
+         (head_dim > 128 ? "above 128, L2 could not add up dQ fast enough; deterministic, "
+                         : "deterministic with features, ") +
+         "nothing is added across blocks";
+}
+
+std::string describe_backward_sm90(const BackwardParams& params) {
+  std::string details = describe_backward_products(params);
+  if (backward_may_be_done_again(params.forward)) {
+    details +=
+        "; steps without a visible pair are skipped; values that are not finite where pairs are "
+        "hidden leave the work to the generic kernels, launched behind";
+  }
+  return details;
 }
 
 // Of a head dim above 256.
@@ -59,6 +70,7 @@ Explained explain_prefill(const PrefillParams& params, const Device& device) {
         (tile.value_dim < tile.head_dim ? " with values of " + number(tile.value_dim) : "") + ", " +
         number(tile.warpgroups) + " consumer warpgroups: " + tile.why;
     if (packed > 1) details += "; " + number(packed) + " query heads share a tile's rows";
+    if (params.features.mask.data) details += "; a kernel ahead packs the mask into bits";
     return {"sm90", "", details};
   }
   const int head_dim = compiled_head_dim(GenericHeadDims{}, problem.widest_dim());

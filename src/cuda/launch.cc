@@ -89,6 +89,13 @@ Choice choose(const Params& params, const Problem& problem, const Device& device
   return {Choice::kSm80, reason};
 }
 
+Status launch_generic_backward(const BackwardParams& params, const Device& device,
+                               cudaStream_t stream) {
+  return with_kernel(params.forward.problem, GenericHeadDims{}, [&](auto element, auto dim) {
+    return launch_backward_sm80<decltype(element), dim()>(params, device, stream);
+  });
+}
+
 }  // namespace
 
 Choice choose_prefill(const PrefillParams& params, const Device& device) {
@@ -124,13 +131,17 @@ Status launch_backward(const BackwardParams& params, const Device& device, cudaS
   const Choice choice = choose_backward(params, device);
   if (choice.path == Choice::kNone) return {choice.reason};
   if (choice.path == Choice::kSm90) {
-    return with_kernel(params.forward.problem, BackwardSm90HeadDims{}, [&](auto element, auto dim) {
-      return launch_backward_sm90<decltype(element), dim()>(params, device, stream);
-    });
+    const Status status =
+        with_kernel(params.forward.problem, BackwardSm90HeadDims{}, [&](auto element, auto dim) {
+          return launch_backward_sm90<decltype(element), dim()>(params, device, stream);
+        });
+    if (!status.ok() || !backward_may_be_done_again(params.forward)) return status;
+    BackwardParams again = params;
+    again.only_if = BackwardWorkspace(params).again;
+    again.dsinks = nullptr;  // no product is in it
+    return launch_generic_backward(again, device, stream);
   }
-  return with_kernel(params.forward.problem, GenericHeadDims{}, [&](auto element, auto dim) {
-    return launch_backward_sm80<decltype(element), dim()>(params, device, stream);
-  });
+  return launch_generic_backward(params, device, stream);
 }
 
 Status launch_decode(const DecodeParams& params, const Device& device, cudaStream_t stream) {

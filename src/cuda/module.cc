@@ -2,6 +2,7 @@
 // no driver: the runtime is linked statically, and nothing is called before a kernel is.
 #include <cuda_runtime_api.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -21,6 +22,7 @@
 #include "explain.h"
 #include "instances.h"
 #include "launch.h"
+#include "mask_bits.h"
 #include "selftest.h"
 
 namespace flashattn {
@@ -86,9 +88,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DecodeHandler, decode, binding(),
 
 // Whichever kernel the device of the call gets, the workspace suffices.
 int64_t backward_workspace_of_any_kernel(int batch, int q_len, int kv_len, int q_heads,
-                                         int kv_heads, int head_dim, bool deterministic) {
+                                         int kv_heads, int head_dim, bool deterministic,
+                                         std::optional<std::array<int64_t, 4>> mask) {
   const Problem problem{batch, q_len, kv_len, q_heads, kv_heads, head_dim, head_dim, DType::kBF16};
-  return std::max(backward_workspace(problem, deterministic),
+  const Broadcast broadcast =
+      mask ? contiguous_broadcast(nullptr, DType::kPred, *mask) : Broadcast{};
+  const Broadcast* given = mask ? &broadcast : nullptr;
+  return std::max(backward_workspace(problem, deterministic, given),
                   backward_sm80_workspace(batch, q_len, q_heads));
 }
 
@@ -253,6 +259,13 @@ NB_MODULE(_cuda, m) {
   m.def("limit_architecture", &limit_architecture);
   define_selftests(m);
   m.def("largest_head_dim", [] { return largest(GenericHeadDims{}); });
+  m.def("prefill_workspace", [](int q_len, int kv_len, int q_heads, int head_dim,
+                                std::optional<std::array<int64_t, 4>> mask) {
+    const Problem problem{1, q_len, kv_len, q_heads, q_heads, head_dim, head_dim, DType::kBF16};
+    const Broadcast broadcast =
+        mask ? contiguous_broadcast(nullptr, DType::kPred, *mask) : Broadcast{};
+    return prefill_workspace(problem, broadcast, mask.has_value());
+  });
   m.def("decode_workspace",
         [](int batch, int q_len, int q_heads, int kv_heads, int value_dim, int num_splits) {
           return std::max<int64_t>(

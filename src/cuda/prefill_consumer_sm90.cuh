@@ -58,11 +58,17 @@ class PrefillConsumer {
       const TileWork& work = shared_.work[tile_.work()];
       const TileWalk walk = load_part<TileWalk>(work);
       if (walk.position < 0) break;
-      if (walk.blocks > 0)
+      if constexpr (Tile::kSplitsLong) begin_split_tile(walk);
+      const uint32_t next_tiles_block = block_ + walk.blocks;
+      if (walk.blocks > first_own_block())
         attend(walk);
       else
         attend_to_nothing();
-      finish_tile(work);
+      if constexpr (Tile::kSplitsLong) block_ = next_tiles_block;
+      if (first_own_block() == 0)
+        finish_tile(work);
+      else
+        hand_over(walk);
       tile_.next();
     }
     if constexpr (!Tile::kDirectO) bulk_wait<0>();
@@ -71,6 +77,8 @@ class PrefillConsumer {
  private:
   static constexpr int kSRegs = Tile::kBlockKv / 2, kPRegs = Tile::kBlockKv / 4;
   static constexpr bool kDoubleP = Tile::kTile.double_p;
+  // A step ahead they arrive in time; but what shapes scores wants the registers.
+  static constexpr bool kMaskBitsAhead = !Tile::kShaped;
   using PRegs = uint32_t[kPRegs];
 
   __device__ int thread() const { return threadIdx.x % 128; }
@@ -89,8 +97,15 @@ class PrefillConsumer {
   }
 
   __device__ __forceinline__ void attend_to_range(const TileWalk& walk) {
-    const int unmasked = walk.unmasked_blocks;
-    int n = walk.blocks - 1;
+    int unmasked = walk.unmasked_blocks, n = walk.blocks - 1;
+    if constexpr (Tile::kSplitsLong) {  // then both count this warpgroup's own blocks
+      block_ += first_own_block();
+      n -= first_own_block();
+      last_block_ = n & split_;
+      n >>= split_;
+      // One block more is masked: rows may have met their first key in the other's block above it.
+      unmasked = (unmasked - last_block_) >> split_;
+    }
     first_block(walk, n);
     --n;
     bool p_is_in_b = false;
@@ -127,29 +142,22 @@ class PrefillConsumer {
   }
 
   // The blocks come with what is to be done to them. Each step is closed before it is decided which
-  // one follows.
+  // one follows. Plain steps follow each other in a loop of their own: a jump across the masked
+  // step in each of them costs half a per cent.
   __device__ __forceinline__ void attend_to_found_blocks(const TileWalk& walk) {
-    bool p_is_in_b = false;
+    static_assert(!kDoubleP, "steps of two kinds take turns");
     first_block(walk, 0);
 #pragma unroll 1
     while (!was_last_) {
-      step_to_found_block(p_a_regs_, kDoubleP ? p_b_regs_ : p_a_regs_);
-      if constexpr (kDoubleP) {
-        p_is_in_b = was_last_;
-        if (p_is_in_b) break;
-        step_to_found_block(p_b_regs_, p_a_regs_);
+      if (next_.masked()) {
+        step<true>(next_.block(), p_a_regs_, p_a_regs_);
+        continue;
       }
+#pragma unroll 1
+      do step<false>(next_.block(), p_a_regs_, p_a_regs_);
+      while (!was_last_ && !next_.masked());
     }
-    if (kDoubleP && p_is_in_b)
-      last_product(p_b_regs_);
-    else
-      last_product(p_a_regs_);
-  }
-  __device__ __forceinline__ void step_to_found_block(PRegs& p_in, PRegs& p_out) {
-    if (next_.masked())
-      step<true>(next_.block(), p_in, p_out);
-    else
-      step<false>(next_.block(), p_in, p_out);
+    last_product(p_a_regs_);
   }
 
   __device__ __forceinline__ void attend_to_nothing() {
@@ -157,7 +165,7 @@ class PrefillConsumer {
     release_read_q();
     clear_o();
     rows_.sum[0] = rows_.sum[1] = 0.f;
-    if constexpr (Tile::kAnyMask) rows_.ref[0] = rows_.ref[1] = -INFINITY;
+    if constexpr (Tile::kAnyMask || Tile::kSplitsLong) rows_.ref[0] = rows_.ref[1] = -INFINITY;
   }
   __device__ __forceinline__ void clear_o() {
 #pragma unroll
@@ -169,8 +177,9 @@ class PrefillConsumer {
     if constexpr (Tile::kShaped) set_shape();
     wait_k(block_);
     if constexpr (Tile::kAnyMask) {
-      next_ = shared_.k_block[ring_stage(block_)];
+      next_ = shared_.k_block[ring_stage<Tile>(block_)];
       n = next_.block();
+      load_mask_bits();
     }
     uint32_t k_low = k_descriptor(block_);
     opaque(k_low);
@@ -181,21 +190,29 @@ class PrefillConsumer {
     if constexpr (!Tile::kAnyMask) set_row_limits(walk);
     clear_o();
     wgmma_wait<0>();
-    const uint32_t mask_bits = read_mask_bits(block_);
     release_k(block_);
     release_previous_q();
     if constexpr (Tile::kAnyMask) {
       scores_of_block(n, block_).apply(s_regs_);
-      if (next_.masked()) hide_keys(n, mask_bits);
+      if (next_.masked()) hide_keys(n);
       softmax_first<false>(s_regs_, rows_, scale_log2_, {});
       note_rows_without_key(rows_);
     } else {
-      const VisibleColumns visible = visible_columns(n);
-      if (n >= walk.unmasked_blocks) mask_columns<Tile::kCausal>(s_regs_, visible);
+      const int block = tile_block(n);
+      const VisibleColumns visible = visible_columns(block);
+      if (block >= walk.unmasked_blocks) mask_columns<Tile::kCausal>(s_regs_, visible);
       softmax_first<Tile::kCausal>(s_regs_, rows_, scale_log2_, visible);
     }
-    wait_next_k(n, block_ + 1);
+    wait_next_k(n, next_block());
     convert_p<T>(s_regs_, p_a_regs_);
+  }
+
+  // This warpgroup's, whose K goes with V of block_.
+  __device__ uint32_t next_block() const { return block_ + block_stride(); }
+  // Where in the tile this warpgroup's n-th block is.
+  __device__ int tile_block(int n) const {
+    if constexpr (!Tile::kSplitsLong) return n;
+    return (n << split_) + last_block_;
   }
 
   // Block n's scores and softmax, and the product of the block before, whose P is p_in.
@@ -204,7 +221,7 @@ class PrefillConsumer {
     // What hides keys from some rows hides products; what shapes scores would bring them back.
     constexpr bool kMaxFree =
         Tile::kTile.max_free && (!Masked || Tile::kTile.kind == ScoreKind::kMasked);
-    uint32_t k_low = k_descriptor(block_ + 1), v_low = v_descriptor(block_), q_low = q_low_;
+    uint32_t k_low = k_descriptor(next_block()), v_low = v_descriptor(block_), q_low = q_low_;
     opaque(k_low);
     opaque(v_low);
     opaque(q_low);
@@ -218,33 +235,33 @@ class PrefillConsumer {
     multiply_pv(p_in, v_low);
     wgmma_commit();
     pass_turn();
+    if constexpr (Masked && Tile::kAnyMask && !kMaskBitsAhead) load_mask_bits();
     wgmma_wait<1>();
-    const uint32_t mask_bits = Masked ? read_mask_bits(block_ + 1) : 0;
     if constexpr (kMaxFree) {
-      const auto scores = scores_of_block(n, block_ + 1);
+      const auto scores = scores_of_block(n, next_block());
       const auto hide = [&] {
-        if constexpr (Masked) hide_keys(n, mask_bits);
+        if constexpr (Masked) hide_keys(n);
       };
-      const bool by_maximum = Masked && !next_.masked_by_columns();
+      const bool by_maximum = Masked && !next_.masked_by_mask();
       softmax_max_free<T, kDoubleP, Tile::kAnyMask>(
           s_regs_, rows_, scale_log2_, p_out, by_maximum, HiddenScores{scores, hide},
-          [&](float (&s)[kSRegs]) { recompute_s(s, block_ + 1); });
-      release_k(block_ + 1);
+          [&](float (&s)[kSRegs]) { recompute_s(s, next_block()); });
+      release_k(next_block());
     } else {
-      release_k(block_ + 1);
-      scores_of_block(n, block_ + 1).apply(s_regs_);
-      if constexpr (Masked) hide_keys(n, mask_bits);
+      release_k(next_block());
+      scores_of_block(n, next_block()).apply(s_regs_);
+      if constexpr (Masked) hide_keys(n);
       softmax_with_maximum<Masked>(s_regs_, rows_, scale_log2_);
       if constexpr (Tile::kAnyMask) note_rows_without_key(rows_);
       if constexpr (kDoubleP) convert_p<T>(s_regs_, p_out);
     }
     // The next step needs this wait anyway. Here its branch keeps the exponentials ahead of the
     // wait for the second product, which ptxas would otherwise hoist above them.
-    wait_next_k(n, block_ + 2);
+    wait_next_k(n, next_block() + block_stride());
     wgmma_wait<0>();
     release_v(block_);
     if constexpr (!kDoubleP) convert_p<T>(s_regs_, p_out);
-    ++block_;
+    block_ = next_block();
   }
 
   __device__ __forceinline__ void last_product(PRegs& p_in) {
@@ -263,10 +280,10 @@ class PrefillConsumer {
 
   // ---- the products
   __device__ uint32_t k_descriptor(uint32_t i) const {
-    return descriptor_low_k_major(smem_.k(ring_stage(i)));
+    return descriptor_low_k_major(smem_.k(ring_stage<Tile>(i)));
   }
   __device__ uint32_t v_descriptor(uint32_t i) const {
-    return descriptor_low_mn_major(smem_.v(ring_stage(i)), Tile::kBlockKv);
+    return descriptor_low_mn_major(smem_.v(ring_stage<Tile>(i)), Tile::kBlockKv);
   }
   // Descriptors count in 16 bytes: 2 is one step of 16 columns, 8 a row of a chunk.
   __device__ __forceinline__ void multiply_qk(uint32_t q_low, uint32_t k_low) {
@@ -298,7 +315,8 @@ class PrefillConsumer {
 
   // This warp's 16 rows of S again, by mma.sync from Q and K in shared memory: rare.
   __device__ __forceinline__ void recompute_s(float (&s)[kSRegs], uint32_t i) {
-    const uint32_t q_smem = smem_.q(tile_.q_stage, warpgroup_), k_smem = smem_.k(ring_stage(i));
+    const uint32_t q_smem = smem_.q(tile_.q_stage, warpgroup_),
+                   k_smem = smem_.k(ring_stage<Tile>(i));
     const int key = lane() % 8 + lane() / 16 * 8, half = lane() / 8 % 2;
 #pragma unroll
     for (float& x : s) x = 0.f;
@@ -336,7 +354,7 @@ class PrefillConsumer {
   __device__ bool is_row(int half) const { return row_position(half) < grid_.warpgroup_positions; }
   // Of the warpgroup, of the tile's.
   __device__ int first_position(int position) const {
-    return position + warpgroup_ * grid_.warpgroup_positions;
+    return position + row_group() * grid_.warpgroup_positions;
   }
   __device__ int position() const {
     const volatile TileWork& work = shared_.work[tile_.work()];
@@ -422,21 +440,26 @@ class PrefillConsumer {
     }
   }
 
-  __device__ __forceinline__ void hide_keys(int n, uint32_t mask_bits) {
+  __device__ __forceinline__ void hide_keys(int n) {
     if constexpr (Tile::kAnyMask) {
-      if (next_.masked_by_columns()) hide_columns(s_regs_, mask_bits);
-      if (next_.masked_by_edge() || next_.masked_by_rows())
+      if (next_.masked_by_mask()) hide_by_mask(s_regs_, mask_bits_);
+      if (next_.masked_by_edge() || next_.masked_by_segments())
         row_masks().hide(s_regs_, next_, n * Tile::kBlockKv);
     } else {
-      mask_columns<false>(s_regs_, visible_columns(n));
+      mask_columns<false>(s_regs_, visible_columns(tile_block(n)));
     }
   }
-  // Of the i-th block through all tiles; meaningless where it has none. They go with K.
-  __device__ __forceinline__ uint32_t read_mask_bits(uint32_t i) const {
-    if constexpr (Tile::kAnyMask)
-      return shared_.k_mask_bits[ring_stage(i)].of_quad_lane[lane() % 4];
-    else
-      return 0;
+  // Of the step to come, if the mask hides some of its block.
+  __device__ __forceinline__ void load_mask_bits() {
+    if (!next_.masked_by_mask()) return;
+    const PackedMask& mask = grid_.mask;
+    const bool same = mask.rows == 1;
+    const int block = mask.blocks == 1 ? 0 : next_.block();
+    const int own_row = same ? 0 : kWarpgroupRows * warpgroup_ + row(0);
+    const int64_t at = shared_.mask_row[tile_.work()] + int64_t{block} * mask.rows + own_row;
+    const uint32_t* words = mask.words + at * 4 + lane() % 4;
+    mask_bits_.x = load_now_b32(words);
+    mask_bits_.y = load_now_b32(same ? words : words + 8 * 4);
   }
   __device__ __forceinline__ void set_row_limits(const TileWalk& walk) {
     const int last_key = walk.kv_len - 1;
@@ -454,10 +477,12 @@ class PrefillConsumer {
 
   // ---- barriers
   __device__ __forceinline__ void wait_k(uint32_t i) {
-    mbarrier_wait(shared_address(&shared_.barriers.k_full[ring_stage(i)]), ring_parity(i));
+    mbarrier_wait(shared_address(&shared_.barriers.k_full[ring_stage<Tile>(i)]),
+                  ring_parity<Tile>(i));
   }
   __device__ __forceinline__ void wait_v(uint32_t i) {
-    mbarrier_wait(shared_address(&shared_.barriers.v_full[ring_stage(i)]), ring_parity(i));
+    mbarrier_wait(shared_address(&shared_.barriers.v_full[ring_stage<Tile>(i)]),
+                  ring_parity<Tile>(i));
   }
   // Ahead of the step that needs it; with a block to come, after block n.
   __device__ __forceinline__ void wait_next_k(int n, uint32_t i) {
@@ -465,17 +490,25 @@ class PrefillConsumer {
       was_last_ = next_.last();
       if (was_last_) return;
       wait_k(i);
-      next_ = shared_.k_block[ring_stage(i)];
+      next_ = shared_.k_block[ring_stage<Tile>(i)];
+      if constexpr (kMaskBitsAhead) load_mask_bits();
     } else {
       if (n > 0) wait_k(i);
     }
   }
   // K by every warp, since a warp may read it again (recompute_s); V by the warpgroup.
   __device__ __forceinline__ void release_k(uint32_t i) {
-    if (lane() == 0) mbarrier_arrive(shared_address(&shared_.barriers.k_empty[ring_stage(i)]));
+    if (lane() == 0) release(shared_.barriers.k_empty[ring_stage<Tile>(i)]);
   }
   __device__ __forceinline__ void release_v(uint32_t i) {
-    if (thread() == 0) mbarrier_arrive(shared_address(&shared_.barriers.v_empty[ring_stage(i)]));
+    if (thread() == 0) release(shared_.barriers.v_empty[ring_stage<Tile>(i)]);
+  }
+  // Of a split tile also for the other warpgroup, which does not read this block.
+  __device__ __forceinline__ void release(uint64_t& empty) {
+    if constexpr (Tile::kSplitsLong)
+      mbarrier_arrive(shared_address(&empty), block_stride());
+    else
+      mbarrier_arrive(shared_address(&empty));
   }
   __device__ __forceinline__ void take_turn() {
     if constexpr (Tile::kTile.ping_pong) named_barrier_sync(kTurn + warpgroup_, 256);
@@ -485,8 +518,78 @@ class PrefillConsumer {
       named_barrier_arrive(kTurn + (warpgroup_ == Tile::kWarpgroups - 1 ? 0 : warpgroup_ + 1), 256);
   }
 
+  // ---- split tiles. Both warpgroups have the same rows, and take turns at the key blocks. At the
+  // end the second one hands its O, sums and references over, 16 bytes a thread and piece.
+  __device__ int block_stride() const { return Tile::kSplitsLong ? 1 + split_ : 1; }
+  __device__ int first_own_block() const { return Tile::kSplitsLong && split_ ? warpgroup_ : 0; }
+  // Which of the tile's groups of 64 rows is this warpgroup's.
+  __device__ int row_group() const { return Tile::kSplitsLong && split_ ? 0 : warpgroup_; }
+
+  __device__ __forceinline__ void begin_split_tile(const TileWalk& walk) {
+    split_ = is_split<Tile>(grid_, walk.position);
+    // What was handed over in the tile before has been read.
+    if (split_ && warpgroup_ == 0) named_barrier_arrive(kPartRead, 256);
+  }
+  __device__ uint32_t piece_of_part(int i) const {
+    return smem_.part() + (i * 128 + thread()) * 16;
+  }
+  __device__ __forceinline__ void hand_over(const TileWalk& walk) {
+    named_barrier_sync(kPartRead, 256);
+    const auto store = [&](int i, const float (&x)[4]) {
+      uint4 words;
+      memcpy(&words, x, sizeof words);
+      store_shared_16(piece_of_part(i), words);
+    };
+    store(0, {rows_.ref[0], rows_.ref[1], rows_.sum[0], rows_.sum[1]});
+    float one = 1.f;  // accumulators stored as they are make ptxas serialise the products (C7514)
+    opaque(one);
+#pragma unroll
+    for (int i = 0; i < Tile::kValueDim / 8; ++i) {
+      const float* o = o_regs_ + 4 * i;
+      store(i + 1, {o[0] * one, o[1] * one, o[2] * one, o[3] * one});
+    }
+    named_barrier_arrive(kPartWritten, 256);
+    give_back_q();
+    // Turns go round: with a block less than the first, this warpgroup lets one pass.
+    if (walk.blocks > 1 && walk.blocks % 2 == 1) {
+      take_turn();
+      pass_turn();
+    }
+  }
+  // Under the greater of the two references. A row may have met no key here, or there.
+  __device__ __forceinline__ void take_over() {
+    named_barrier_sync(kPartWritten, 256);
+    const auto load = [&](int i, float (&x)[4]) {
+      const uint4 words = load_shared_16(piece_of_part(i));
+      memcpy(x, &words, sizeof x);
+    };
+    float other[4], own_weight[2], weight[2];
+    load(0, other);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float top = fmaxf(rows_.ref[half], other[half]);
+      const float ref = top == -INFINITY ? 0.f : top;
+      own_weight[half] = exp2_approx(rows_.ref[half] - ref);
+      weight[half] = exp2_approx(other[half] - ref);
+      rows_.sum[half] = rows_.sum[half] * own_weight[half] + other[2 + half] * weight[half];
+      rows_.ref[half] = top;
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kValueDim / 8; ++i) {
+      float x[4];
+      load(i + 1, x);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float& o = o_regs_[4 * i + j];
+        o = o * own_weight[j / 2] + x[j] * weight[j / 2];
+      }
+    }
+  }
+
   // ---- the end of a tile: O / sum to memory
   __device__ __forceinline__ void finish_tile(const TileWork& work) {
+    if constexpr (Tile::kSplitsLong)
+      if (split_) take_over();
     const TilePlace place = load_part<TilePlace>(work);
     const int first = first_position(position());
     const bool v_not_finite = shared_.v_not_finite[tile_.work()];
@@ -575,6 +678,10 @@ class PrefillConsumer {
                          place.head, place.batch);
       bulk_commit();
     }
+    give_back_q();
+  }
+  // Once O has left it.
+  __device__ __forceinline__ void give_back_q() {
     unreleased_q_ = shared_address(&shared_.barriers.q_empty[tile_.q_stage][0]);
     if constexpr (Tile::kQStages == 1) release_previous_q();
   }
@@ -685,6 +792,8 @@ class PrefillConsumer {
   const PrefillSmem<Tile> smem_;
   PrefillShared<Tile>& shared_;
   const int warpgroup_;
+  int split_;       // 1 in a split tile, else 0; where there are any
+  int last_block_;  // this warpgroup's last one in the tile: 0 or, of a split one, 1
 
   float s_regs_[kSRegs], o_regs_[Tile::kValueDim / 2];
   uint32_t p_a_regs_[kPRegs], p_b_regs_[kPRegs];
@@ -693,6 +802,7 @@ class PrefillConsumer {
   int last_key_[2];      // that each row sees, where that is all there is to know
   FoundBlock next_;      // of the step to come, and whether the one before was the tile's last; any
   bool was_last_;        // mask only
+  uint2 mask_bits_;      // of its block, see PackedMask
   uint32_t q_low_ = 0;
   uint32_t block_ = 0;  // K/V blocks so far, through all tiles
   TileCount<Tile> tile_;

@@ -74,7 +74,7 @@ class PrefillInspector {
         const uint32_t next_tile = block + walk.blocks;
 #pragma unroll 1
         for (int n = walk.blocks - 1; n >= first_inspected; --n)
-          inspect(ring_stage(block++), walk.kv_len - n * Tile::kBlockKv,
+          inspect(ring_stage<Tile>(block++), walk.kv_len - n * Tile::kBlockKv,
                   &shared_.v_not_finite[own_work]);
         block = next_tile;
       }
@@ -99,7 +99,7 @@ class PrefillInspector {
   __device__ __forceinline__ void follow_tile(uint32_t& block, int kv_len, int own_work) {
     FoundBlock found;
     do {
-      const uint32_t stage = ring_stage(block++);
+      const uint32_t stage = ring_stage<Tile>(block++);
       wait_raw(stage);
       found = shared_.v_block[stage];
       if (found.masked()) {

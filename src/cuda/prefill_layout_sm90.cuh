@@ -22,6 +22,8 @@ struct PrefillTile {
   static constexpr int kHeadDim = kTile.head_dim, kValueDim = kTile.value_dim;
   static constexpr int kBlockKv = kTile.block_kv;
   static constexpr int kWarpgroups = kTile.warpgroups, kQStages = kTile.q_stages;
+  static constexpr int kKvStages = kTile.kv_stages();
+  static constexpr bool kSplitsLong = kTile.splits_long;
   // How Q is given back: each warpgroup's rows once their last scores are there, or a whole buffer
   // once O has left it.
   static constexpr bool kDirectO = kTile.direct_o;
@@ -36,6 +38,8 @@ struct PrefillTile {
   static_assert(kHeadDim % 16 == 0 && kBlockKv % 16 == 0, "wgmma multiplies 16 deep");
   static_assert(kDirectO || kValueDim <= kHeadDim, "O is staged in Q's place");
   static_assert(!kDirectO || kValueDim % 32 == 0, "a quad of lanes stores 32 columns of O");
+  static_assert(!kSplitsLong || (kWarpgroups == 2 && kCausal && !kDirectO),
+                "nothing else is prepared for it");
   static_assert(kWarpgroups >= 2 && kWarpgroups <= 4, "register shares exist for these");
 };
 
@@ -51,8 +55,9 @@ __device__ __forceinline__ uint32_t tile_address(uint32_t tile, int tile_rows, i
 template <class Tile>
 struct PrefillBarriers {
   uint64_t q_full[Tile::kQStages][Tile::kWarpgroups], q_empty[Tile::kQStages][Tile::kQReleases];
-  uint64_t k_full[kKvStages], k_empty[kKvStages], v_full[kKvStages], v_empty[kKvStages];
-  uint64_t v_raw[kKvStages];  // a V that the inspector has to see before it is full
+  uint64_t k_full[Tile::kKvStages], k_empty[Tile::kKvStages];
+  uint64_t v_full[Tile::kKvStages], v_empty[Tile::kKvStages];
+  uint64_t v_raw[Tile::kKvStages];  // a V that the inspector has to see before it is full
   uint64_t counter_claimed;
 };
 
@@ -61,10 +66,10 @@ template <class Tile, bool AnyMask = Tile::kAnyMask>
 struct PrefillBlocksShared {};
 template <class Tile>
 struct PrefillBlocksShared<Tile, true> {
-  TileWork next_work;  // the producer's, as are the next two
-  MaskBits finder_mask_bits[32], next_mask_bits;
+  TileWork next_work;     // the producer's, as is
+  int64_t next_mask_row;  // of PackedMask::words, the tile's first row in its plane's first block
+  int64_t mask_row[Tile::kTileWorks];                 // goes with `work`
   FoundBlock k_block[kKvStages], v_block[kKvStages];  // published with the tile, freed with it
-  MaskBits k_mask_bits[kKvStages];                    // beside k_block, where it says so
   // The blocks, from the first to the last, from which the inspector took something.
   int first_not_finite[Tile::kTileWorks], end_not_finite[Tile::kTileWorks];
 };
@@ -123,18 +128,31 @@ struct PrefillSmem {
   __device__ uint32_t k(uint32_t stage) const {
     return q(Tile::kQStages, 0) + stage * Tile::kKBytes;
   }
-  __device__ uint32_t v(uint32_t stage) const { return k(kKvStages) + stage * Tile::kVBytes; }
+  __device__ uint32_t v(uint32_t stage) const { return k(Tile::kKvStages) + stage * Tile::kVBytes; }
   __device__ uint32_t bias(int warpgroup) const {  // there in calls with a bias only
-    return v(kKvStages) + warpgroup * Tile::kBiasBytes;
+    return v(Tile::kKvStages) + warpgroup * Tile::kBiasBytes;
   }
+  __device__ uint32_t part() const { return v(Tile::kKvStages); }  // where tiles are split only
 };
 
-// Counts blocks through a ring of two buffers.
-__device__ __forceinline__ uint32_t ring_stage(uint32_t i) { return i % kKvStages; }
-__device__ __forceinline__ uint32_t ring_parity(uint32_t i) { return i / kKvStages % 2; }
+// Counts blocks through a ring of buffers.
+template <class Tile>
+__device__ __forceinline__ uint32_t ring_stage(uint32_t i) {
+  return i % Tile::kKvStages;
+}
+template <class Tile>
+__device__ __forceinline__ uint32_t ring_parity(uint32_t i) {
+  return i / Tile::kKvStages % 2;
+}
+
+// Whether the warpgroups share the rows of the tile that begins there.
+template <class Tile>
+__device__ __forceinline__ bool is_split(const TileGrid& grid, int position) {
+  return Tile::kSplitsLong && position >= grid.split_from;
+}
 
 // Named barriers; 0 is __syncthreads. The first two count on from here by warpgroup.
-constexpr int kTurn = 1, kOwnThreads = 5, kInspectors = 9;
+constexpr int kTurn = 1, kOwnThreads = 5, kInspectors = 9, kPartRead = 10, kPartWritten = 11;
 constexpr int kInspectorWarps = 3;
 
 struct PrefillMaps {

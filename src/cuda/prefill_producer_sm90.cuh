@@ -26,7 +26,7 @@ class PrefillProducer {
         grid_(grid),
         smem_(smem),
         shared_(shared),
-        finder_(make_finder(params, shared)) {}
+        finder_(make_finder(params, grid)) {}
 
   // By the thread that loads, while others still prepare shared memory.
   __device__ __forceinline__ void prepare() {
@@ -46,9 +46,9 @@ class PrefillProducer {
  private:
   using Finder = std::conditional_t<Tile::kAnyMask, BlockFinder<Tile::kBlockKv>, NoFinder>;
 
-  static __device__ Finder make_finder(const PrefillParams& params, PrefillShared<Tile>& shared) {
+  static __device__ Finder make_finder(const PrefillParams& params, const TileGrid& grid) {
     if constexpr (Tile::kAnyMask)
-      return {params, shared.finder_mask_bits};
+      return {params, grid.mask};
     else
       return {};
   }
@@ -88,6 +88,7 @@ class PrefillProducer {
   // the search is in the code only once. It runs one block ahead, for each block is published with
   // whether it is the tile's last. The work of the tile to come waits in shared memory.
   __device__ __forceinline__ void load_found_blocks() {
+    grid_dependency_wait();  // for the packed mask
     int tile = blockIdx.x;
     bool begins = true;
     FoundBlock waiting = FoundBlock::none(), block = FoundBlock::none();  // for V; for K
@@ -96,6 +97,9 @@ class PrefillProducer {
     while (true) {
       if (begins) begin_tile(tile);
       const FoundBlock found = finder_.next();
+      // Answered while the tile's last K and the V before wait for their buffers.
+      unsigned long long answer = 0;
+      if (!found.exists() && tile < grid_.tiles) answer = ask_for_next_tile();
       if (begins) {
         if (waiting.exists()) load_v(published_work(), block_ - 1, waiting);
         tile_.next();
@@ -119,9 +123,8 @@ class PrefillProducer {
         waiting = block.as_last(!found.exists());
       }
       block = found;
-      if (is_loader() && block.masked_by_columns()) shared_.next_mask_bits = finder_.mask_bits();
       begins = !found.exists();
-      if (begins) tile = next_tile(tile);
+      if (begins) tile = next_tile(tile, answer);
     }
     publish(shared_.next_work);
     publish_without_q();
@@ -138,6 +141,7 @@ class PrefillProducer {
     if constexpr (Tile::kAnyMask) {
       shared_.first_not_finite[tile_.work()] = INT_MAX;
       shared_.end_not_finite[tile_.work()] = 0;
+      shared_.mask_row[tile_.work()] = shared_.next_mask_row;
     }
   }
   __device__ __forceinline__ void publish_without_q() {
@@ -150,7 +154,8 @@ class PrefillProducer {
   }
 
   __device__ __forceinline__ TileWork work_of(int tile) const {
-    if (tile < grid_.tiles) return decode_tile<Tile::kCausal>(params_, grid_, tile, Tile::kBlockKv);
+    if (tile < grid_.tiles)
+      return decode_tile<Tile::kCausal, Tile::kSplitsLong>(params_, grid_, tile, Tile::kBlockKv);
     TileWork stop = {};
     stop.position = -1;
     return stop;
@@ -166,7 +171,11 @@ class PrefillProducer {
     opaque(right);
     const bool last_first = left == kUnlimited || right != kUnlimited;
     const TileWork work = place_tile(params_, grid_, tile, last_first);
-    if (is_loader()) shared_.next_work = work;
+    if (is_loader()) {
+      shared_.next_work = work;
+      shared_.next_mask_row =
+          grid_.mask.first_row(grid_.mask.plane(work.batch, work.head), work.position);
+    }
     finder_.start(work, grid_.block_positions);
   }
 
@@ -187,43 +196,55 @@ class PrefillProducer {
       publish_without_q();
     }
     // What comes next is worked out while the last V waits for its buffer: its divisions take as
-    // long as the softmax of half a block, and nobody waits for them here.
-    tile = next_tile(tile);
+    // long as the softmax of half a block, and nobody waits for them here. Where the rings are
+    // longer V does not wait.
+    if (Tile::kSplitsLong && n >= 0) load_v(work, block_++, 0);
+    tile = next_tile(tile, ask_for_next_tile());
     const TileWork next = work_of(tile);
-    if (n >= 0) load_v(work, block_++, 0);
+    if (!Tile::kSplitsLong && n >= 0) load_v(work, block_++, 0);
     return next;
   }
-  __device__ __forceinline__ int next_tile(int tile) {
-    if (grid_.counter == nullptr) return tile + static_cast<int>(gridDim.x);
-    if constexpr (kThreads == 1) return fetch_next_tile();
-    return __shfl_sync(~0u, is_loader() ? fetch_next_tile() : 0, 0);
-  }
-  __device__ __forceinline__ int fetch_next_tile() const {
+  __device__ __forceinline__ unsigned long long ask_for_next_tile() const {
+    if (grid_.counter == nullptr || !is_loader()) return 0;
     mbarrier_wait(shared_address(&shared_.barriers.counter_claimed), 0);
-    return fetch_tile(grid_);
+    return ask_for_tile(grid_);
+  }
+  __device__ __forceinline__ int next_tile(int tile, unsigned long long answer) const {
+    if (grid_.counter == nullptr) return tile_after(tile);
+    if constexpr (kThreads == 1) return answered_tile(grid_, answer);
+    return __shfl_sync(~0u, is_loader() ? answered_tile(grid_, answer) : 0, 0);
+  }
+  // Without the counter. Where there are one or two tiles a block, whoever has the longest of the
+  // first ones gets the shortest of the others.
+  __device__ __forceinline__ int tile_after(int tile) const {
+    const int blocks = static_cast<int>(gridDim.x);
+    if (!Tile::kSplitsLong) return tile + blocks;
+    return tile < blocks ? 2 * blocks - 1 - tile : grid_.tiles;
   }
 
   __device__ __forceinline__ void load_q(const TileWork& work, int warpgroup) {
     if (!is_loader()) return;
     const int positions = grid_.warpgroup_positions;
+    // Of a split tile's rows each has a copy.
+    const int row_group = is_split<Tile>(grid_, work.position) ? 0 : warpgroup;
     const uint32_t barrier = q_full(warpgroup), q_smem = smem_.q(tile_.q_stage, warpgroup);
     if constexpr (Tile::kDirectO) wait_for_q_buffer(warpgroup);
     mbarrier_expect_tx(barrier, positions * grid_.packed_heads * 128 * Tile::kChunks);
 #pragma unroll
     for (int chunk = 0; chunk < Tile::kChunks; ++chunk)
       tma_load_packed(q_smem + chunk * Tile::kQChunkBytes, &maps_.q, barrier, chunk * 64,
-                      work.position + warpgroup * positions, work.head, work.q_batch);
+                      work.position + row_group * positions, work.head, work.q_batch);
   }
   __device__ __forceinline__ void load_k(const TileWork& work, uint32_t i, int block) {
-    const uint32_t stage = ring_stage(i);
-    mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity(i) ^ 1);
+    const uint32_t stage = ring_stage<Tile>(i);
+    mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity<Tile>(i) ^ 1);
     load_block<Tile::kChunks>(&maps_.k, shared_address(&shared_.barriers.k_full[stage]),
                               smem_.k(stage), block, work.kv_head, work.k_batch);
   }
   __device__ __forceinline__ void load_v(const TileWork& work, uint32_t i, int block) {
-    const uint32_t stage = ring_stage(i);
+    const uint32_t stage = ring_stage<Tile>(i);
     const bool inspected = block >= work.first_inspected;
-    mbarrier_wait(shared_address(&shared_.barriers.v_empty[stage]), ring_parity(i) ^ 1);
+    mbarrier_wait(shared_address(&shared_.barriers.v_empty[stage]), ring_parity<Tile>(i) ^ 1);
     load_block<Tile::kValueChunks>(&maps_.v,
                                    shared_address(inspected ? &shared_.barriers.v_raw[stage]
                                                             : &shared_.barriers.v_full[stage]),
@@ -233,17 +254,16 @@ class PrefillProducer {
   // one by one, and lets pass what it need not see.
   __device__ __forceinline__ void load_k(const TileWork& work, uint32_t i, FoundBlock block) {
     if (!is_loader()) return;
-    const uint32_t stage = ring_stage(i);
-    mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity(i) ^ 1);
+    const uint32_t stage = ring_stage<Tile>(i);
+    mbarrier_wait(shared_address(&shared_.barriers.k_empty[stage]), ring_parity<Tile>(i) ^ 1);
     shared_.k_block[stage] = block;
-    if (block.masked_by_columns()) shared_.k_mask_bits[stage] = shared_.next_mask_bits;
     load_block<Tile::kChunks>(&maps_.k, shared_address(&shared_.barriers.k_full[stage]),
                               smem_.k(stage), block.block(), work.kv_head, work.k_batch);
   }
   __device__ __forceinline__ void load_v(const TileWork& work, uint32_t i, FoundBlock block) {
     if (!is_loader()) return;
-    const uint32_t stage = ring_stage(i);
-    mbarrier_wait(shared_address(&shared_.barriers.v_empty[stage]), ring_parity(i) ^ 1);
+    const uint32_t stage = ring_stage<Tile>(i);
+    mbarrier_wait(shared_address(&shared_.barriers.v_empty[stage]), ring_parity<Tile>(i) ^ 1);
     shared_.v_block[stage] = block;
     load_block<Tile::kValueChunks>(&maps_.v, shared_address(&shared_.barriers.v_raw[stage]),
                                    smem_.v(stage), block.block(), work.kv_head, work.v_batch);

@@ -12,6 +12,7 @@
 #include <cfloat>
 
 #include "device.h"
+#include "mask_bits_sm90.cuh"
 #include "params.h"
 #include "prefill_consumer_sm90.cuh"
 #include "prefill_inspector_sm90.cuh"
@@ -38,7 +39,7 @@ __device__ __forceinline__ void init_prefill_barriers(PrefillShared<Tile>& share
     for (int w = 0; w < Tile::kQReleases; ++w)
       mbarrier_init(shared_address(&barriers.q_empty[stage][w]), q_releases<Tile>(w, inspector));
   }
-  for (int stage = 0; stage < kKvStages; ++stage) {
+  for (int stage = 0; stage < Tile::kKvStages; ++stage) {
     mbarrier_init(shared_address(&barriers.k_full[stage]), 1);
     mbarrier_init(shared_address(&barriers.k_empty[stage]), kWarps);
     mbarrier_init(shared_address(&barriers.v_full[stage]), 1);
@@ -100,6 +101,54 @@ __global__ void __launch_bounds__(Tile::kTile.threads(), 1)
   }
 }
 
+// ---- which tiles are split. With a tile or two a block the launch takes as long as the longest
+// tile, or pair of them.
+
+// The tile's time in steps of the main loop. What it takes beside them was measured at head dim 64.
+inline float steps_of_tile(const TileSm90& tile, const TileGrid& grid, int index) {
+  constexpr float kSetUp = 1.4f, kHandingOver = 0.25f;
+  int position = index * grid.block_positions;
+  const bool split = position >= grid.split_from;
+  const int end = std::min(place_split_tile(grid, position) + position, grid.q_len);
+  const int shift = grid.bottom_right ? grid.kv_len - grid.q_len : 0;
+  const int keys = std::clamp(end + shift, 0, grid.kv_len);
+  const int keys_a_step = split ? 2 * tile.block_kv : tile.block_kv;
+  const int steps = (keys + keys_a_step - 1) / keys_a_step;
+  return static_cast<float>(steps) + kSetUp + (split ? kHandingOver : 0.f);
+}
+// Tiles go last to first, heads fastest; a block's second tile is the producer's tile_after.
+inline float steps_of_launch(const TileSm90& tile, const TileGrid& grid, int heads, int blocks) {
+  const auto steps = [&](int number) {
+    return steps_of_tile(tile, grid, grid.q_blocks - 1 - number / heads);
+  };
+  float most = 0.f;
+  for (int rank = 0; rank < grid.q_blocks; ++rank) {
+    const int first = rank * heads, last = first + heads - 1;
+    most = std::max(most, steps(first));
+    if (last < blocks) continue;
+    for (int second : {std::max(first, blocks), last})
+      most = std::max(most, steps(second) + steps(2 * blocks - 1 - second));
+  }
+  return most;
+}
+inline void choose_split_tiles(const TileSm90& tile, int heads, int blocks, TileGrid* grid) {
+  grid->split_from = kUnlimited;
+  const int most_tiles = 2 * blocks;
+  if (!tile.splits_long || grid->q_blocks * heads > most_tiles) return;
+  TileGrid best = *grid, tried = *grid;
+  float least = steps_of_launch(tile, best, heads, blocks);
+  for (int whole = grid->q_blocks - 1; whole >= 0; --whole) {
+    tried.split_from = whole * grid->block_positions;
+    tried.q_blocks = whole + (2 * (grid->q_len - tried.split_from) - 1) / grid->block_positions + 1;
+    if (tried.q_blocks * heads > most_tiles) break;
+    const float steps = steps_of_launch(tile, tried, heads, blocks);
+    if (steps >= least) continue;
+    least = steps;
+    best = tried;
+  }
+  *grid = best;
+}
+
 // ---- the launch
 inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, int blocks) {
   const Problem& problem = params.problem;
@@ -113,7 +162,14 @@ inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, 
   grid.block_positions = tile.warpgroups * grid.warpgroup_positions;
   grid.q_blocks = (problem.q_len - 1) / grid.block_positions + 1;
   const int heads = problem.q_heads / grid.packed_heads, all_heads = problem.batch * heads;
-  const int section_heads = equal_tiles ? 1 : std::min(16, all_heads);
+  grid.q_len = problem.q_len;
+  grid.kv_len = problem.kv_len;
+  grid.ragged = ragged;
+  grid.bottom_right = params.scores.bottom_right;
+  choose_split_tiles(tile, all_heads, blocks, &grid);
+  const int section_heads = equal_tiles        ? 1
+                            : tile.splits_long ? all_heads
+                                               : std::min(16, all_heads);
   grid.tiles = grid.q_blocks * all_heads;
   grid.last_section = (all_heads - 1) / section_heads;
   grid.section_tiles = FastDivisor(grid.q_blocks * section_heads);
@@ -125,17 +181,14 @@ inline TileGrid prefill_grid(const TileSm90& tile, const PrefillParams& params, 
   grid.k_batches = FastDivisor(params.k.batches);
   grid.v_batches = FastDivisor(params.v.batches);
   grid.bias_batches = FastDivisor(params.features.bias.batches);
-  grid.q_len = problem.q_len;
-  grid.kv_len = problem.kv_len;
-  grid.ragged = ragged;
-  grid.bottom_right = params.scores.bottom_right;
   grid.inspect = tile.kind != ScoreKind::kFull || params.key_lengths;
-  if (!equal_tiles && grid.tiles > blocks && grid.tiles < 1 << kCounterBits) {
+  const int uncounted = (tile.splits_long ? 2 : 1) * blocks;
+  if (!equal_tiles && grid.tiles > uncounted && grid.tiles < 1 << kCounterBits) {
     // Tags look like NaN to whoever used the workspace before; 2^24 launches pass until one
     // returns.
     static std::atomic<uint64_t> launches{0};
     constexpr uint64_t kTagBase = 0xfff7000000;
-    grid.counter = params.tile_counter;
+    grid.counter = static_cast<uint64_t*>(params.workspace);
     grid.counter_tag = kTagBase | (launches.fetch_add(1, std::memory_order_relaxed) & 0xffffff);
   }
   return grid;
@@ -201,20 +254,42 @@ PrefillScale<Tile> prefill_scale(const PrefillParams& params) {
     return std::max(static_cast<float>(params.scores.scale) * kLog2e, FLT_MIN);
 }
 
+// In the workspace, behind the tile counter.
+inline Status pack_mask(const TileSm90& tile, const PrefillParams& params, PackedMask* packed,
+                        const Device& device, cudaStream_t stream) {
+  if (params.features.mask.data == nullptr) return {};
+  *packed = PackedMask(tile, params.problem, params.features.mask);
+  if (params.workspace_size < kTileCounterBytes + packed->bytes())
+    return {"prefill_sm90: the workspace is too small for the mask"};
+  char* const memory = static_cast<char*>(params.workspace) + kTileCounterBytes;
+  packed->words = reinterpret_cast<uint32_t*>(memory);
+  packed->seen = reinterpret_cast<uint8_t*>(memory + packed->words_bytes());
+  return launch_pack_mask(tile, params, *packed, device, stream);
+}
+
 template <class T, int TileIndex>
 Status launch_prefill_tile_sm90(const PrefillParams& params, const Device& device,
                                 cudaStream_t stream) {
   using Tile = PrefillTile<TileIndex>;
+  if (params.workspace_size < kTileCounterBytes)
+    return {"prefill_sm90: the workspace is smaller than the tile counter"};
   TileGrid grid = prefill_grid(Tile::kTile, params, device.sm_count);
   PrefillMaps maps = {};
   if (Status status = encode_prefill_maps(&maps, params, grid, Tile::kTile); !status.ok())
     return {"prefill_sm90: " + status.message};
+  if constexpr (Tile::kAnyMask) {
+    if (Status s = pack_mask(Tile::kTile, params, &grid.mask, device, stream); !s.ok()) return s;
+  }
   PrefillScale<Tile> scale = prefill_scale<Tile>(params);
   PrefillParams kernel_params = params;
   void* args[] = {&maps, &kernel_params, &grid, &scale};
-  const Launch what = {"prefill_sm90", reinterpret_cast<const void*>(&prefill_sm90_kernel<T, Tile>),
-                       dim3(std::min(grid.tiles, device.sm_count)), Tile::kTile.threads(),
-                       Tile::kTile.shared_memory(params.features.bias.data != nullptr)};
+  const Launch what = {"prefill_sm90",
+                       reinterpret_cast<const void*>(&prefill_sm90_kernel<T, Tile>),
+                       dim3(std::min(grid.tiles, device.sm_count)),
+                       Tile::kTile.threads(),
+                       Tile::kTile.shared_memory(params.features.bias.data != nullptr),
+                       1,
+                       grid.mask.words != nullptr};
   return launch(what, args, device, stream);
 }
 

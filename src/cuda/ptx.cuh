@@ -86,6 +86,7 @@ __device__ __forceinline__ void shared_store_f32x4(uint32_t address, float x, fl
 // Hides from the optimiser what is known of a value, so that what depends on it is computed where
 // it is used: loop invariants hoisted out of a kernel's main loop would spill.
 __device__ __forceinline__ void opaque(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void opaque(float& x) { asm volatile("" : "+f"(x)); }
 __device__ __forceinline__ void opaque(int64_t& x) { asm volatile("" : "+l"(x)); }
 // threadIdx.x read anew, and opaque in that sense.
 __device__ __forceinline__ int opaque_thread() {

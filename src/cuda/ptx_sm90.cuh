@@ -26,6 +26,10 @@ __device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, uint32_t by
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, int times) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times)
+               : "memory");
+}
 // Predicated rather than branched, for loops with products in flight.
 __device__ __forceinline__ void mbarrier_arrive_if(bool condition, uint32_t barrier) {
   asm volatile(

@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <climits>
 #include <cstdint>
 
 #include "params.h"
@@ -69,6 +70,27 @@ struct Sequence {
   __device__ Range queries_seeing(int j_first, int j_last) const {
     return {max_int(0, int64_t{j_first} - high),
             min_int(q_len, int64_t{min_int(j_last, kv_len - 1)} - low + 1)};
+  }
+};
+
+// Smallest and largest segment of a range.
+struct SegmentRange {
+  int least = INT_MAX, most = INT_MIN;
+
+  __device__ void include(int segment) {
+    least = min(least, segment);
+    most = max(most, segment);
+  }
+  // Over all lanes.
+  __device__ void gather() {
+    least = __reduce_min_sync(~0u, least);
+    most = __reduce_max_sync(~0u, most);
+  }
+  __device__ bool overlaps(const SegmentRange& other) const {
+    return least <= other.most && other.least <= most;
+  }
+  __device__ bool is_only(const SegmentRange& other) const {
+    return least == most && other.least == least && other.most == least;
   }
 };
 

@@ -12,14 +12,12 @@
 
 namespace flashattn {
 
-// A mask that is the same for all rows: a bit a column of this thread (MaskBits).
+// What the boolean mask shows of a block to the two rows of a thread (PackedMask).
 template <int N>
-__device__ __forceinline__ void hide_columns(float (&s)[N], uint32_t seen) {
+__device__ __forceinline__ void hide_by_mask(float (&s)[N], uint2 seen) {
 #pragma unroll
-  for (int j = 0; j < N / 4; ++j)
-#pragma unroll
-    for (int e = 0; e < 2; ++e)
-      if (!(seen >> (2 * j + e) & 1)) s[4 * j + e] = s[4 * j + 2 + e] = -INFINITY;
+  for (int i = 0; i < N; ++i)
+    if (!((i / 2 % 2 == 0 ? seen.x : seen.y) >> (2 * (i / 4) + i % 2) & 1)) s[i] = -INFINITY;
 }
 
 // What the two rows of a thread see. Rows beyond the last of the sequence see what that sees: their
@@ -36,14 +34,12 @@ class RowMasks {
     position_[1] = min(position1, last);
   }
 
-  // Scores of the block that these rows do not see become -inf, whatever they were.
+  // Scores of the block that these rows do not see for its window or segments become -inf,
+  // whatever they were.
   template <int N>
   __device__ __forceinline__ void hide(float (&s)[N], FoundBlock block, int first_key) const {
     if (block.masked_by_edge()) hide_outside_window(s, first_key);
-    if (!block.masked_by_rows()) return;
-    if (is_given(params_.features.key_segments.data)) hide_other_segments(s, first_key);
-    if (!block.masked_by_columns() && is_given(params_.features.mask.data))
-      hide_masked(s, first_key);
+    if (block.masked_by_segments()) hide_other_segments(s, first_key);
   }
 
   __device__ __forceinline__ bool sees(int row, int key) const {
@@ -111,59 +107,6 @@ class RowMasks {
           if (segment != row_segments[row]) s[4 * j + 2 * row + e] = -INFINITY;
       }
     }
-  }
-
-  // In groups of 32 keys, of which each lane of a quad reads 8 for both rows: neighbouring bytes.
-  template <int N>
-  __device__ __forceinline__ void hide_masked(float (&s)[N], int first_key) const {
-    static_assert(N % kGroupRegs == 0, "whole groups");
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      uint32_t own[N / kGroupRegs];
-      read_mask(own, mask(row), first_key);
-#pragma unroll
-      for (int group = 0; group < N; group += kGroupRegs) {
-        uint32_t bits = own[group / kGroupRegs] << (8 * quad_lane());
-        bits |= __shfl_xor_sync(kWholeWarp, bits, 1);
-        bits |= __shfl_xor_sync(kWholeWarp, bits, 2);
-        bits >>= 2 * quad_lane();  // this lane's columns are two bits of every byte
-#pragma unroll
-        for (int i = group; i < group + kGroupRegs; ++i)
-          if (i / 2 % 2 == row && !(bits >> (8 * ((i - group) / 4) + i % 2) & 1)) s[i] = -INFINITY;
-      }
-    }
-  }
-  // This lane's 8 bits of each group. All of a row is on its way at once: a wait for each group
-  // would take longer than the step. What lies beyond the last key is hidden already, and read as
-  // some other 8 keys of the row.
-  template <int Groups>
-  __device__ __forceinline__ void read_mask(uint32_t (&own)[Groups], const uint8_t* of_row,
-                                            int first_key) const {
-    const int key = first_key + 8 * quad_lane(), kv_len = params_.problem.kv_len;
-    int64_t col = params_.features.mask.col;
-    opaque(col);
-    const uint8_t* at = of_row + key * col;
-    const bool in_pieces = kv_len % 8 == 0 || first_key + 32 * Groups <= kv_len;
-    if (col == 1 && in_pieces && reinterpret_cast<uintptr_t>(at) % 8 == 0) {
-      uint2 bytes[Groups];
-#pragma unroll
-      for (int g = 0; g < Groups; ++g) bytes[g] = load_now_b64(at + min(32 * g, kv_len - 8 - key));
-      // Bytes are 0 or 1; the product carries byte i to bit 28 + i.
-#pragma unroll
-      for (int g = 0; g < Groups; ++g)
-        own[g] = bytes[g].x * 0x10204080u >> 28 | bytes[g].y * 0x10204080u >> 28 << 4;
-    } else {
-#pragma unroll
-      for (int g = 0; g < Groups; ++g)
-        own[g] = mask_bits(at + 32 * g * col, col, kv_len - key - 32 * g);
-    }
-  }
-  // Of 8 keys, or as many as there are.
-  static __device__ __forceinline__ uint32_t mask_bits(const uint8_t* at, int64_t col, int keys) {
-    uint32_t bits = 0;
-#pragma unroll 1
-    for (int i = 0; i < 8 && i < keys; ++i) bits |= (__ldg(at + i * col) ? 1u : 0u) << i;
-    return bits;
   }
 
   const PrefillParams& params_;

@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(256, 1)
   __syncthreads();
   if (threadIdx.x >= 128) {
     for (uint32_t i = 0; threadIdx.x == 128 && i < tiles; ++i) {
-      const uint32_t stage = ring_stage(i), barrier = shared_address(&full[stage]);
-      mbarrier_wait(shared_address(&empty[stage]), ring_parity(i) ^ 1);
+      const uint32_t stage = i % kKvStages, barrier = shared_address(&full[stage]);
+      mbarrier_wait(shared_address(&empty[stage]), (i / kKvStages % 2) ^ 1);
       mbarrier_expect_tx(barrier, kBytes);
       load_matrix(smem + stage * kBytes, &map, barrier, i * 64, 64, 64);
     }
@@ -228,8 +228,8 @@ __global__ void __launch_bounds__(256, 1)
   float total[32] = {};  // this thread's half of one row
   const int row = threadIdx.x / 2, half = threadIdx.x % 2;
   for (uint32_t i = 0; i < tiles; ++i) {
-    const uint32_t stage = ring_stage(i);
-    mbarrier_wait(shared_address(&full[stage]), ring_parity(i));
+    const uint32_t stage = i % kKvStages;
+    mbarrier_wait(shared_address(&full[stage]), i / kKvStages % 2);
     for (int j = 0; j < 4; ++j) {
       const uint4 x = load_shared_16(tile_address(smem + stage * kBytes, 64, row, half * 4 + j));
       const T* elements = reinterpret_cast<const T*>(&x);

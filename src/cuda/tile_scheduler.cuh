@@ -2,13 +2,14 @@
 //
 // Within a section of `heads_per_section` heads (so that their K and V stay in L2) query blocks go
 // longest first, heads fastest. Tiles of unequal length are handed out by a counter in global
-// memory.
+// memory. Where they are few, the longest are split: docs/kernels/prefill_sm90.md, "Few tiles".
 #ifndef FLASHATTN_CUDA_TILE_SCHEDULER_CUH_
 #define FLASHATTN_CUDA_TILE_SCHEDULER_CUH_
 
 #include <cstdint>
 
 #include "fast_divisor.cuh"
+#include "mask_bits.h"
 #include "params.h"
 
 namespace flashattn {
@@ -34,6 +35,8 @@ struct TileGrid {
   uint64_t counter_tag;     // 40 bits, this launch's own
   FastDivisor by_packed_heads;
   FastDivisor bias_batches;
+  PackedMask mask;  // without words if the call has none
+  int split_from;   // tiles from this position on are split: they have half the positions
 };
 
 // The block counter lies in memory that nobody initialised. A word counts for this launch once its
@@ -54,11 +57,16 @@ __device__ inline void claim_counter(const TileGrid& grid) {
   }
 }
 
-// After claim_counter by a thread of this block.
-__device__ inline int fetch_tile(const TileGrid& grid) {
-  auto* word = reinterpret_cast<unsigned long long*>(grid.counter);
-  const int count = static_cast<int>(atomicAdd(word, 1ull) & ((1u << kCounterBits) - 1));
-  if (count == grid.tiles - 1) atomicExch(word, 0ull);
+// After claim_counter by a thread of this block. The answer is under way for as long as a third of
+// a step: ask early.
+__device__ inline unsigned long long ask_for_tile(const TileGrid& grid) {
+  return atomicAdd(reinterpret_cast<unsigned long long*>(grid.counter), 1ull);
+}
+// The tile that the answer means.
+__device__ inline int answered_tile(const TileGrid& grid, unsigned long long answer) {
+  const int count = static_cast<int>(answer & ((1u << kCounterBits) - 1));
+  if (count == grid.tiles - 1)
+    atomicExch(reinterpret_cast<unsigned long long*>(grid.counter), 0ull);
   return static_cast<int>(gridDim.x) + count;
 }
 
@@ -80,6 +88,14 @@ struct TileWork : TileWalk, TilePlace {
   int first_inspected;  // blocks [first_inspected, blocks) of V go through the inspector
   int kv_head, q_batch, k_batch, v_batch;  // where the operands lie
 };
+
+// The tile that would begin at `position` if none before it were split: moves `position` to where
+// it does, and returns how many positions it has.
+__host__ __device__ __forceinline__ int place_split_tile(const TileGrid& grid, int& position) {
+  if (position < grid.split_from) return grid.block_positions;
+  position = (position + grid.split_from) / 2;
+  return grid.block_positions / 2;
+}
 
 // All of a tile but its blocks. `last_first`: the longest tiles of a head are its last.
 __device__ __forceinline__ TileWork place_tile(const PrefillParams& params, const TileGrid& grid,
@@ -110,11 +126,12 @@ __device__ __forceinline__ TileWork place_tile(const PrefillParams& params, cons
   return work;
 }
 
-template <bool Causal>
+template <bool Causal, bool SplitsLong>
 __device__ __forceinline__ TileWork decode_tile(const PrefillParams& params, const TileGrid& grid,
                                                 int tile, int block_kv) {
   TileWork work = place_tile(params, grid, tile, Causal);
-  const int end = min(work.position + grid.block_positions, work.q_len);
+  const int positions = SplitsLong ? place_split_tile(grid, work.position) : grid.block_positions;
+  const int end = min(work.position + positions, work.q_len);
   const int key_end = Causal ? min(work.kv_len, end + work.shift) : work.kv_len;
   work.blocks = work.position < end && key_end > 0 ? (key_end + block_kv - 1) / block_kv : 0;
   // With `position + shift`, and not one more, the tile's first row sees a key beyond these blocks.

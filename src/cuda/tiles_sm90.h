@@ -11,6 +11,8 @@ namespace flashattn {
 
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup, the M of wgmma
 constexpr int kKvStages = 2;        // K and V blocks in flight; a third is never faster
+// Of 128 rows, one and a half a multiprocessor: with more, each has several, and they even out.
+constexpr int kFewTiles = 198;
 
 // What a kernel can do to scores; whoever needs less is faster.
 enum class ScoreKind {
@@ -35,9 +37,14 @@ struct TileSm90 {
   // O goes to memory from registers, else through the tile's own Q buffer. That takes fewer
   // instructions, but then a single Q buffer is free only when the tile has left.
   bool direct_o;
+  // The row serves calls of few tiles. The longest of them have half the rows, and both warpgroups
+  // work on those, each on every other block of keys.
+  bool splits_long;
   const char* why;
 
+  constexpr int max_tiles() const { return splits_long ? kFewTiles : kUnlimited; }
   constexpr int block_q() const { return warpgroups * kWarpgroupRows; }
+  constexpr int kv_stages() const { return splits_long ? 2 * kKvStages : kKvStages; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int chunks() const { return (head_dim + 63) / 64; }  // of 64 columns, 128 bytes
   constexpr int value_chunks() const { return (value_dim + 63) / 64; }
@@ -60,66 +67,77 @@ struct TileSm90 {
   constexpr int bias_bytes() const {                                  // of one warpgroup
     return kWarpgroupRows * bias_chunks() * 128;
   }
+  // What a warpgroup hands over at the end of a split tile: O and its rows' sums and references.
+  constexpr int part_bytes() const { return splits_long ? 128 * 4 * (value_dim / 2 + 4) : 0; }
   // Tiles, and room to align them to the 1024 bytes that the swizzle repeats after.
   constexpr int shared_memory(bool bias) const {
-    return q_stages * warpgroups * q_bytes() + kKvStages * (k_bytes() + v_bytes()) +
-           (bias ? warpgroups * bias_bytes() : 0) + 1024;
+    return q_stages * warpgroups * q_bytes() + kv_stages() * (k_bytes() + v_bytes()) +
+           (bias ? warpgroups * bias_bytes() : 0) + part_bytes() + 1024;
   }
 };
 
 // The first row that fits a call is taken.
 constexpr TileSm90 kPrefillTilesSm90[] = {
-    {64, 64, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true, false,
+    {64, 64, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true, false, true,
+     "few tiles, of which the longest bound the launch: those have 64 rows, and each warpgroup "
+     "takes every other block of keys (T 1024, 14 heads: 10.5 us against 12.2)"},
+    {64, 64, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true, false, false,
      "short causal: 128 rows waste less of the diagonal than 192, and with few blocks a tile a "
      "second"
      " copy of P costs more than it hides (T 512: 256 against 245)"},
-    {64, 64, ScoreKind::kCausal, kUnlimited, 3, 128, 2, false, true, true, false,
+    {64, 64, ScoreKind::kCausal, kUnlimited, 3, 128, 2, false, true, true, false, false,
      "three softmaxes share the SM (T 16384: 613 against 505 with two warpgroups)"},
-    {64, 64, ScoreKind::kFull, 128, 2, 128, 2, true, true, true, false,
+    {64, 64, ScoreKind::kFull, 128, 2, 128, 2, true, true, true, false, false,
      "one tile holds the queries"},
-    {64, 64, ScoreKind::kFull, 512, 4, 64, 2, false, true, true, false,
+    {64, 64, ScoreKind::kFull, 512, 4, 64, 2, false, true, true, false, false,
      "256 rows divide T 512 and 192 do not (416 against 408)"},
-    {64, 64, ScoreKind::kFull, kUnlimited, 3, 128, 2, false, true, true, false,
+    {64, 64, ScoreKind::kFull, kUnlimited, 3, 128, 2, false, true, true, false, false,
      "as causal (T 16384: 621 against 512 with two warpgroups, 572 with four)"},
-    {96, 96, ScoreKind::kCausal, kUnlimited, 3, 96, 2, false, true, true, false,
+    {96, 96, ScoreKind::kCausal, kUnlimited, 3, 96, 2, false, true, true, false, false,
      "three warpgroups as at 64; 96 keys are what 160 registers hold"},
-    {96, 96, ScoreKind::kFull, kUnlimited, 3, 96, 2, false, true, true, false, "as causal"},
-    {128, 128, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true, false,
+    {96, 96, ScoreKind::kFull, kUnlimited, 3, 96, 2, false, true, true, false, false, "as causal"},
+    {128, 128, ScoreKind::kCausal, 2048, 2, 128, 2, false, true, true, false, false,
      "few blocks a tile: a second copy of P costs more than it hides (T 512: 346 against 331)"},
-    {128, 128, ScoreKind::kCausal, kUnlimited, 2, 128, 2, true, true, true, false,
+    {128, 128, ScoreKind::kCausal, kUnlimited, 2, 128, 2, true, true, true, false, false,
      "95 % of the tensor rate; narrower blocks or 64-row tiles lose 15 to 30 % at T 512"},
-    {128, 128, ScoreKind::kFull, kUnlimited, 2, 128, 2, true, true, true, false,
+    {128, 128, ScoreKind::kFull, kUnlimited, 2, 128, 2, true, true, true, false, false,
      "as causal; 160 to 192 keys are no faster at T 16384 and 15 to 20 % slower at T 512"},
-    {192, 128, ScoreKind::kCausal, kUnlimited, 2, 128, 1, true, true, true, false,
+    {192, 128, ScoreKind::kCausal, kUnlimited, 2, 128, 1, true, true, true, false, false,
      "values of their own width leave room for 128 keys (T 16384: 680 against 568 by zero fill); "
      "no register is free, and direct O is 3 % slower"},
-    {192, 128, ScoreKind::kFull, kUnlimited, 2, 128, 1, true, true, true, false,
+    {192, 128, ScoreKind::kFull, kUnlimited, 2, 128, 1, true, true, true, false, false,
      "as causal (T 16384: 755 against 620 by zero fill)"},
-    {192, 192, ScoreKind::kCausal, kUnlimited, 2, 96, 1, false, true, true, true,
+    {192, 192, ScoreKind::kCausal, kUnlimited, 2, 96, 1, false, true, true, true, false,
      "96 keys leave less of the diagonal unused than 112; direct O is 4 % faster at T 2048"},
-    {192, 192, ScoreKind::kFull, kUnlimited, 2, 112, 1, false, true, true, true,
+    {192, 192, ScoreKind::kFull, kUnlimited, 2, 112, 1, false, true, true, true, false,
      "the most keys that shared memory holds"},
-    {256, 256, ScoreKind::kCausal, kUnlimited, 2, 64, 1, false, true, true, true,
+    {256, 256, ScoreKind::kCausal, kUnlimited, 2, 64, 1, false, true, true, true, false,
      "80 keys are equal at T 16384 and 1 to 6 % slower below; direct O is 4 % faster at T 512"},
-    {256, 256, ScoreKind::kFull, 4096, 2, 64, 1, false, true, true, true,
+    {256, 256, ScoreKind::kFull, 4096, 2, 64, 1, false, true, true, true, false,
      "80 keys waste more of a short sequence (T 512: 561 against 531; T 4096: 797 against 785); "
      "direct O is 7 % faster at T 512"},
-    {256, 256, ScoreKind::kFull, kUnlimited, 2, 80, 1, false, true, true, true,
+    {256, 256, ScoreKind::kFull, kUnlimited, 2, 80, 1, false, true, true, true, false,
      "the most keys that shared memory holds"},
-    {64, 64, ScoreKind::kMasked, kUnlimited, 3, 96, 2, false, true, true, false,
+    {64, 64, ScoreKind::kMasked, kUnlimited, 3, 96, 2, false, true, true, false, false,
      "three warpgroups as for causal masks; 96 keys are what 152 registers hold"},
-    {96, 96, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true, false,
+    {96, 96, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true, false, false,
      "the masked step beside it does not fit the registers of three warpgroups"},
-    {128, 128, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true, false,
+    {128, 128, ScoreKind::kMasked, kUnlimited, 2, 128, 2, false, true, true, false, false,
      "as causal, but a second copy of P does not fit beside the masked step"},
-    {192, 192, ScoreKind::kMasked, kUnlimited, 2, 96, 1, false, true, true, true, "as causal"},
-    {256, 256, ScoreKind::kMasked, kUnlimited, 2, 64, 1, false, true, true, true, "as causal"},
-    {64, 64, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, false,
+    {192, 192, ScoreKind::kMasked, kUnlimited, 2, 96, 1, false, true, true, true, false,
+     "as causal"},
+    {256, 256, ScoreKind::kMasked, kUnlimited, 2, 64, 1, false, true, true, true, false,
+     "as causal"},
+    {64, 64, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, false, false,
      "the arithmetic on scores wants more registers than three warpgroups have"},
-    {96, 96, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, false, "as masked"},
-    {128, 128, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, false, "as masked"},
-    {192, 192, ScoreKind::kShaped, kUnlimited, 2, 96, 1, false, true, true, true, "as causal"},
-    {256, 256, ScoreKind::kShaped, kUnlimited, 2, 64, 1, false, true, true, true, "as causal"},
+    {96, 96, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, false, false,
+     "as masked"},
+    {128, 128, ScoreKind::kShaped, kUnlimited, 2, 128, 2, false, true, true, false, false,
+     "as masked"},
+    {192, 192, ScoreKind::kShaped, kUnlimited, 2, 96, 1, false, true, true, true, false,
+     "as causal"},
+    {256, 256, ScoreKind::kShaped, kUnlimited, 2, 64, 1, false, true, true, true, false,
+     "as causal"},
 };
 constexpr int kNumPrefillTilesSm90 = sizeof(kPrefillTilesSm90) / sizeof(kPrefillTilesSm90[0]);
 
@@ -157,7 +175,9 @@ constexpr int prefill_tile_index_sm90(const PrefillParams& params) {
   for (int i = 0; i < kNumPrefillTilesSm90; ++i) {
     const TileSm90& tile = kPrefillTilesSm90[i];
     if (tile.head_dim == compiled && problem.value_dim <= tile.value_dim && tile.kind == kind &&
-        problem.q_len <= tile.max_q_len)
+        problem.q_len <= tile.max_q_len &&
+        int64_t{problem.batch} * problem.q_heads * ((problem.q_len - 1) / tile.block_q() + 1) <=
+            tile.max_tiles())
       return i;
   }
   return -1;

@@ -1,0 +1,62 @@
+// A call's boolean mask as the Hopper forward reads it: a bit a key, in the order of the
+// accumulators' columns, and for each block of keys whether a tile sees any or all of it. A kernel
+// ahead of the forward packs it (mask_bits_sm90.cuh), once for all heads that share it: 64 rows by
+// 128 keys would take every warpgroup as many bytes and ten times the instructions.
+#ifndef FLASHATTN_CUDA_MASK_BITS_H_
+#define FLASHATTN_CUDA_MASK_BITS_H_
+
+#include <cstdint>
+
+#include "params.h"
+#include "tiles_sm90.h"
+
+namespace flashattn {
+
+// A plane is what one head of one batch sees, if it differs from others. Axes along which the mask
+// does not vary have one entry.
+struct PackedMask {
+  // (plane, block of keys, row, lane of a quad): bit 2 j + e is for key 8 j + 2 lane + e of the
+  // block. Rows fill whole tiles; those beyond the last repeat it, as do keys.
+  uint32_t* words = nullptr;
+  uint8_t* seen = nullptr;  // (plane, tile of rows, block of keys): kAny, kAll
+  int batches = 1, heads = 1, blocks = 1, tiles = 1, rows = 1;
+
+  static constexpr int kAny = 1, kAll = 2;  // some row sees a key; all rows see all keys
+
+  PackedMask() = default;
+  constexpr PackedMask(const TileSm90& tile, const Problem& problem, const Broadcast& mask)
+      : batches(mask.batches),
+        heads(mask.head == 0 ? 1 : problem.q_heads),
+        blocks(mask.col == 0 ? 1 : (problem.kv_len - 1) / tile.block_kv + 1),
+        tiles(mask.row == 0 ? 1 : (problem.q_len - 1) / tile.block_q() + 1),
+        rows(mask.row == 0 ? 1 : tiles * tile.block_q()) {}
+
+  constexpr int64_t planes() const { return int64_t{batches} * heads; }
+  constexpr int64_t words_bytes() const { return planes() * blocks * rows * 16; }
+  constexpr int64_t bytes() const { return words_bytes() + planes() * tiles * blocks; }
+
+  // Which plane; the row of `words` of a tile's first row and first block.
+  constexpr int64_t plane(int batch, int head) const {
+    return int64_t{batch % batches} * heads + (heads == 1 ? 0 : head);
+  }
+  constexpr int64_t first_row(int64_t plane, int position) const {
+    return plane * blocks * rows + (rows == 1 ? 0 : position);
+  }
+};
+
+// Bytes of workspace of a prefill: the tile counter, and the packed mask if there is a mask.
+constexpr int64_t kTileCounterBytes = 16;
+constexpr int64_t prefill_workspace(const Problem& problem, const Broadcast& mask, bool has_mask) {
+  int64_t largest = 0;
+  for (const TileSm90& tile : kPrefillTilesSm90) {
+    if (!has_mask || !tile.finds_blocks()) continue;
+    if (tile.head_dim != compiled_head_dim_sm90(problem.widest_dim())) continue;
+    const int64_t bytes = PackedMask(tile, problem, mask).bytes();
+    if (bytes > largest) largest = bytes;
+  }
+  return kTileCounterBytes + largest;
+}
+
+}  // namespace flashattn
+
+#endif  // FLASHATTN_CUDA_MASK_BITS_H_
