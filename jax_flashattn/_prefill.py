@@ -102,7 +102,7 @@ def prefill(
     left, right = arguments.check_window(op, local_window_size)
     operands = {"query": q, "key": k, "value": v}
     lengths = {
-        name: arguments.check_lengths(op, name, x, batch_shape)
+        name: arguments.check_lengths(op, name, x, batch_shape).reshape(-1)
         for name, x in (
             ("query_seq_lengths", query_seq_lengths),
             ("key_value_seq_lengths", key_value_seq_lengths),
@@ -132,8 +132,9 @@ def prefill(
             ("query_segment_ids", query_segment_ids, t),
             ("key_value_segment_ids", key_value_segment_ids, s),
         ):
-            ids = arguments.check_lengths(op, name, x, (*batch_shape, length))
-            operands[name] = ids.reshape(-1, length)
+            ids = arguments.check_integers(op, name, x, (*batch_shape, length))
+            ids = jnp.asarray(ids).astype(jnp.int32)
+            operands[name] = arguments.fold_batch(ids, 1)[0]
     if sinks is not None:
         operands["sinks"] = arguments.check_per_head(op, "sinks", sinks, n)
 
@@ -335,7 +336,8 @@ def _backward(operands, wanted, options):
         if g.shape == like.shape:
             return g.astype(like.dtype)
         g = g.astype(arguments.wide_dtype(like.dtype))
-        g = g.reshape(-1, like.shape[0], *g.shape[1:]).sum(0)
+        if g.shape[0] != like.shape[0]:
+            g = g.reshape(g.shape[0] // like.shape[0], like.shape[0], *g.shape[1:]).sum(0)
         broadcast = tuple(i for i in range(1, g.ndim) if g.shape[i] != like.shape[i])
         return g.sum(broadcast, keepdims=True).astype(like.dtype)
 

@@ -205,9 +205,10 @@ def test_batches(platform, batch):
 
 
 @pytest.mark.parametrize("axis", ["B", "T", "S"])
-def test_zero_sizes(platform, axis):
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_zero_sizes(platform, axis, page_size):
     sizes = dict(B=dict(lengths=()), T=dict(tokens=0), S=dict(capacity=0, lengths=(0, 3)))[axis]
-    case = platform.fit(DecodeCase(**sizes))
+    case = platform.fit(DecodeCase(**sizes, page_size=page_size))
     arrays = make_inputs(case)
     out, lse = decode(case, arrays)
     assert out.shape == (case.batch, case.tokens, case.q_heads, case.head_dim)
