@@ -88,7 +88,8 @@ def explain_on(gpu: dict | None, op, operands, options, gradient=False) -> Expla
         reason = everywhere or (gpu and on_cuda) or ""
         if reason:
             return answer("xla (jax.nn)", reason)
-        options = {"implementation": "flash"} | options
+        if options.get("implementation") is None:
+            options = options | {"implementation": "flash"}
     equation = _equation(_FUNCTIONS[name], operands, options, gradient)
     if equation is None:
         return answer("xla (jax.nn)", "it was asked for")
@@ -158,5 +159,14 @@ def _equation(function, operands, options, gradient):
         return pull(jax.tree.map(jnp.ones_like, out))
 
     jaxpr = jax.make_jaxpr(pull_back if gradient else call)(arrays)
-    ours = [e for e in jaxpr.jaxpr.eqns if e.primitive.name in _PRIMITIVES]
+    ours = list(_equations(jaxpr.jaxpr))
     return ours[-1] if ours else None
+
+
+def _equations(jaxpr):
+    """Ours; under explicit sharding they are those of one device's part, inside a shard_map."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _PRIMITIVES:
+            yield equation
+        elif equation.primitive.name == "shard_map":
+            yield from _equations(equation.params["jaxpr"])

@@ -45,6 +45,17 @@ def test_says_which_kernel_the_gradient_runs(platform, op):
     assert platform.name in text.lower() or "sm" in text
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_implementation_of_none_is_the_default(platform, gradient):
+    def explain(**options):
+        operands = OPERANDS["dot_product_attention"].values()
+        return jax_flashattn.explain(
+            "dot_product_attention", *operands, gradient=gradient, **options
+        )
+
+    assert explain(implementation=None) == explain()
+
+
 def test_decode_has_no_gradient(platform):
     with pytest.raises(NotImplementedError, match="decode: has no derivative"):
         jax_flashattn.explain("decode", *OPERANDS["decode"].values(), gradient=True)

@@ -372,6 +372,16 @@ def test_explicit_sequence(platform, devices):
     check_results(case, arrays, *results)
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_explain_of_explicit(platform, devices, gradient):
+    """It names the kernel that each device runs."""
+    arrays = make_inputs(platform.fit(CASE)).values()
+    with jax.set_mesh(mesh_of(devices, kind=AxisType.Explicit)):
+        sharded = [jax.device_put(x, P("y")) for x in arrays]
+        explanation = jax_flashattn.explain("prefill", *sharded, gradient=gradient)
+    assert explanation.kernel == jax_flashattn.explain("prefill", *arrays, gradient=gradient).kernel
+
+
 # --- decode
 
 DECODE = DecodeCase(
