@@ -372,3 +372,21 @@ def test_merge(platform, parts, layout):
     true_out, true_lse = truth.decode(**arrays, **case.options())
     check(out, true_out, xla_decode(case, arrays))
     check_lse(lse, true_lse)
+
+
+def test_merge_ignores_what_sees_no_key(platform):
+    """Whatever an output with lse -inf holds, it reaches neither the result nor a gradient."""
+    good = jnp.ones((1, 2, 2, 8), platform.dtype)
+    rubbish, empty = jnp.full_like(good, jnp.nan), jnp.full((1, 2, 2), -jnp.inf)
+
+    def merged(good, lse):
+        return jax_flashattn.merge([rubbish, good], [empty, lse])
+
+    out, lse = merged(good, jnp.zeros((1, 2, 2)))
+    check_same(out, good)
+    check_zero(lse)
+    d_good, d_lse = jax.grad(
+        lambda *x: sum(y.astype(jnp.float32).sum() for y in merged(*x)), (0, 1)
+    )(good, jnp.zeros((1, 2, 2)))
+    check_same(d_good, jnp.ones_like(good))
+    check_same(d_lse, jnp.ones((1, 2, 2)))
