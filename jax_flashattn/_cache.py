@@ -126,7 +126,8 @@ class KVCache:
             Of a latent cache, the first R behind the values.
 
         Tokens beyond the capacity, or whose page is outside the pool, are dropped, nothing else is
-        touched; seq_lens stops at the capacity.
+        touched; seq_lens stops at the capacity. Over a batch that is sharded explicitly, append inside
+        `jax.shard_map`: the types of JAX's scatter do not say that each sequence writes its own.
         """
         op = "KVCache.append"
         seq, head = (1, 2) if self.layout == "BTNH" else (2, 1)

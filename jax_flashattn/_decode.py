@@ -58,7 +58,7 @@ def decode(
         value_cache, key_scale alone.
       local_window_size: w or (w, 0): query i sees keys from i - w on; only those are read.
       logit_softcap: c: logits become c * tanh(logits / c).
-      sinks: (N,) logits that take part in the softmax without a value.
+      sinks: (N,) logits that take part in the softmax without a value, in float32.
       num_splits: into how many parts a sequence's keys are cut; 0 chooses. For tests and tuning.
       batch_invariant: the bits of a sequence's result do not depend on the rest of the batch, on its
         position in it, or on the cache's capacity.
@@ -66,8 +66,9 @@ def decode(
       debug: report lengths that were clamped, by jax.debug.print.
 
     Returns:
-      out, shaped like query with value's head dim, in query's dtype; with return_lse also lse, float32,
-      (B, T, N) or (B, N, T). A query that sees no key has output 0 and lse -inf.
+      out, shaped like query with value's head dim, in query's dtype; with return_lse also lse, float32
+      (float64 for float64), (B, T, N) or (B, N, T). A query that sees no key has output 0 and lse -inf, or
+      that of its head's sink.
 
     Raises:
       ValueError: a shape or an option. TypeError: a dtype. NotImplementedError: valid, but not on this

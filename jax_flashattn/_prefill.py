@@ -61,9 +61,10 @@ def prefill(
       causal_alignment: where the diagonal of `causal` and of the window lies when lengths differ:
         "bottom_right" (the last query sees the last key) or "top_left".
       query_segment_ids, key_value_segment_ids: (B, T) and (B, S) integers, both or none; a query sees the
-        keys of its own segment. Segments need not be sorted.
+        keys of its own segment. Segments need not be sorted. Of wider integers the low 32 bits count.
       alibi_slopes: (N,): -slope * |distance| is added to the logits (Press et al. 2021, arXiv:2108.12409).
-      sinks: (N,) logits that take part in the softmax without a value (gpt-oss).
+      sinks: (N,) logits that take part in the softmax without a value (gpt-oss). Slopes and sinks are
+        rounded to float32 for any query, as are the gradients of sinks and bias.
       return_lse: return (out, lse).
       deterministic: gradients that are bitwise repeatable; outputs always are.
       debug: report lengths that were clamped, by jax.debug.print.
@@ -71,7 +72,8 @@ def prefill(
     Returns:
       out, shaped like query with value's head dim, in query's dtype; with return_lse also lse, the
       natural logarithm of the sum of the exponentials of a row's logits, float32 (float64 for float64),
-      (B, T, N) or (B, N, T). A query that sees no key has output 0, lse -inf and no gradients.
+      (B, T, N) or (B, N, T). A query that sees no key has output 0, lse -inf (inside its length, that of
+      its head's sink if there is one) and passes no gradients on to query, key, value and bias.
 
     Raises:
       ValueError: a shape or an option. TypeError: a dtype. NotImplementedError: valid, but not on this
