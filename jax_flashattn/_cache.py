@@ -80,6 +80,9 @@ class KVCache:
         op = "KVCache"
         arguments.check_layout(op, layout)
         dtype = jnp.dtype(dtype)
+        if str(dtype) not in arguments.FLOATS + CACHE_8BIT:
+            arguments.fail(TypeError, op, "dtype", "is unsupported", dtype,
+                           f"allowed are {arguments.FLOATS + CACHE_8BIT}")  # fmt: skip
         eight_bit = str(dtype) in CACHE_8BIT
         wanted = (eight_bit, eight_bit and not latent)
         if wanted != (key_scale is not None, value_scale is not None):
@@ -134,10 +137,13 @@ class KVCache:
         batch = self.seq_lens.shape[0]
         if (value is None) != (self.values is None):
             arguments.fail(ValueError, op, "value", "goes with a cache that stores values",
-                           "none" if value is None else value.shape,
+                           "none" if value is None else np.shape(value),
                            "a latent cache takes keys alone, any other keys and values")  # fmt: skip
+        dtypes = arguments.FLOATS + CACHE_8BIT
+        key = arguments.check_array(op, "key", key, dtypes)
         new = [("key", key, self.keys)]
         if value is not None:
+            value = arguments.check_array(op, "value", value, dtypes)
             new.append(("value", value, self.values))
         tokens = key.shape[seq] if key.ndim == 4 else 1
         for name, x, like in new:
@@ -212,7 +218,14 @@ def rotate(x, position, rotary, layout="BTNH"):
     rotary: (cos, sin), each (max_position, R / 2); the first R dimensions are rotated, in float32.
     Positions are clamped to the tables.
     """
-    tables = (jnp.asarray(table) for table in rotary)
+    tables = [jnp.asarray(table) for table in rotary]
+    shapes = [table.shape for table in tables]
+    if len(shapes) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 2:
+        arguments.fail(ValueError, "rotate", "rotary", "is malformed", shapes,
+                       "it must be (cos, sin), each (max_position, R / 2)")  # fmt: skip
+    if 2 * shapes[0][1] > x.shape[-1]:
+        arguments.fail(ValueError, "rotate", "rotary", "is too wide", shapes,
+                       f"R is at most the {x.shape[-1]} dimensions that are rotated")  # fmt: skip
     cos, sin = (table[jnp.clip(position, 0, table.shape[0] - 1)] for table in tables)
     at = 2 if layout == "BTNH" else 1
     cos, sin = (jnp.expand_dims(y, at).astype(jnp.float32) for y in (cos, sin))

@@ -88,7 +88,10 @@ def prefill(
     arguments.check_same_dtype(op, names, arrays)
     batch_shape = arrays[0].shape[:-3]
     for name, x in zip(names, arrays, strict=True):
-        if x.ndim < 3 or x.shape[:-3] != batch_shape:
+        if x.ndim < 3:
+            arguments.fail(ValueError, op, name, "has the wrong rank", x.shape,
+                           f"it must be {layout} or {layout[1:]}")  # fmt: skip
+        if x.shape[:-3] != batch_shape:
             arguments.fail(ValueError, op, name, "has the wrong batch", x.shape,
                            f"the axes before {layout[1:]} must be query's, {batch_shape}")  # fmt: skip
     q, k, v = (arguments.fold_batch(x, 3)[0] for x in arrays)

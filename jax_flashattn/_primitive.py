@@ -56,7 +56,7 @@ class Operation:
     """A primitive over named operands.
 
     results(names, arrays, options) -> {name: dtype} says what it returns; shapes follow from the axes.
-    emit(platform, names, operands, options) computes the results on a platform.
+    emit(platform, operands, results, options) computes them on a platform, in the order of the results.
     """
 
     name: str

@@ -433,3 +433,28 @@ def test_allocate_errors(platform):
         KVCache.allocate_paged(4, 8, np.zeros(4, np.int32), 1, 8)
     with pytest.raises(TypeError, match="^KVCache: page_table .*, got .*; "):
         KVCache.allocate_paged(4, 8, np.zeros((2, 2), np.float32), 1, 8)
+    for dtype in ("int32", "float8_e5m2"):
+        with pytest.raises(TypeError, match="^KVCache: dtype .*, got .*; "):
+            KVCache.allocate(1, 8, 1, 8, dtype)
+
+
+def test_append_of_what_is_no_array(platform):
+    _, key, value = tokens(platform, 1)
+    for new in (([1.0], value), (key, [1.0]), (key.astype(jnp.int32), value)):
+        with pytest.raises(TypeError, match="^KVCache.append: (key|value) .*, got .*; "):
+            empty(platform).append(*new)
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        (np.ones((40, 4)),) * 3,
+        np.ones((40, 4)),
+        (np.ones((40, 4)), np.ones((40, 8))),
+        (np.ones((40, DIM // 2 + 1)),) * 2,
+    ],
+)
+def test_rotary_errors(platform, rotary):
+    _, key, value = tokens(platform, 1)
+    with pytest.raises(ValueError, match="^rotate: rotary .*, got .*; "):
+        empty(platform).append(key, value, rotary=rotary)

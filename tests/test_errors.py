@@ -54,7 +54,7 @@ def latent_arguments(**changes):
 INT = jnp.zeros((2,), jnp.int32)
 PREFILL = [
     # (what is wrong, type, the argument that the message names)
-    (dict(query=array(9, 16)), ValueError, "query"),
+    (dict(query=array(9, 16)), ValueError, "query has the wrong rank"),
     (dict(query=array(9, 4, 16)), ValueError, "key"),
     (dict(key=array(11, 16)), ValueError, "key"),
     (dict(query=array(3, 9, 4, 16)), ValueError, "key"),
