@@ -113,19 +113,21 @@ def test_unaligned_bias_on_hopper(bias_rows, kernel):
 
 @needs_cuda_kernels
 def test_gradient_on_hopper():
-    """The Hopper kernels, one or two by head dim; the generic one with a reason."""
+    """The Hopper kernels, one or two by head dim and features; the generic one with a reason."""
     together, apart = "dK, dV and dQ in one kernel", "dQ in another"
     wide = {n: jnp.zeros((*x.shape[:3], 256), x.dtype) for n, x in OPERANDS["prefill"].items()}
     for answer, kernels in (
         (gradient_on(_explain.H200), together),
+        (gradient_on(_explain.H200, logit_softcap=9.0), together),
         (gradient_on(_explain.H200, deterministic=True), "in a fixed order"),
+        (gradient_on(_explain.H200, deterministic=True, logit_softcap=9.0), apart),
         (gradient_on(_explain.H200, wide), apart),
     ):
         assert answer.kernel == "sm90" and kernels in answer.details and not answer.reason
     for features in (dict(local_window_size=(9, 0)), dict(sinks=jnp.zeros(8))):
         assert gradient_on(_explain.H200, **features).kernel == "sm90"
-    capped = gradient_on(_explain.H200, logit_softcap=9.0)
-    assert capped.kernel == "sm80" and "soft cap" in capped.reason
+    biased = gradient_on(_explain.H200, bias=jnp.zeros((8, 1, 1), jnp.bfloat16))
+    assert biased.kernel == "sm80" and "bias" in biased.reason
 
 
 @needs_cuda_kernels
