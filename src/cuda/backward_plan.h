@@ -147,8 +147,8 @@ constexpr int kBackwardUnit = 64;
 // waited for. A call with no more heads leaves it all to the passes.
 //
 // In a fixed order the first block to reach a step of dQ stores instead of adding, and nothing is
-// zeroed. The blocks of a section end late, one behind the other, so that the next section does not
-// wait for them; where short blocks come first, two sections do not.
+// zeroed. Where short blocks come first, those of a section end late, one behind the other, so that
+// two sections do not wait for them.
 struct BackwardLead {
   int zero, convert;
 };
@@ -156,12 +156,11 @@ constexpr BackwardLead backward_lead_sm90(const PrefillParams& forward, bool ord
   const Problem& problem = forward.problem;
   const int blocks = (problem.kv_len + 127) / 128, in_flight = 150;
   const BackwardSections sections = backward_sections_sm90(forward, ordered);
-  const bool triangular = backward_is_triangular(forward);
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const int wave = (in_flight + blocks - 1) / blocks;
   if (ordered) {
     const bool ends_late = sections.heads * blocks < 4 * in_flight;
-    const int behind = !ends_late ? 1 : sections.short_first ? 3 : triangular ? 1 : 2;
+    const int behind = ends_late && sections.short_first ? 3 : 1;
     const int64_t last_section = heads - sections.last;
     return {0, min_int(heads, max_int(behind * sections.heads, max_int(last_section, wave)))};
   }
