@@ -256,6 +256,9 @@ def feature_cases() -> list[Case]:
         _gradients(*plain, features=(("sinks", True),)),
         _gradients(*plain, features=(("window", 1024),)),
         _gradients(*plain, features=(("segments", 64),)),
+        _gradients(*plain, features=(("softcap", 50.0),)),
+        _gradients(*plain, features=(("alibi", True),)),
+        _gradients(*plain, causal=False, features=(("mask", "rows"),)),
         _gradients(2, 8192, 8, 8, 256, features=(("window", 1024),)),
         _gradients(1, 16384, 16, 16, 128, features=(("window", 1024),)),
         _gradients(*gpt_oss, features=(("window", 127), ("sinks", True))),
@@ -387,7 +390,11 @@ def smoke_cases(benchmark: str) -> list[Case]:
         values = (20.0, True, True, True, True, "random", 4, 16)
         features = [*zip(names, values, strict=True), ("mask", "rows"), ("value_dim", 32)]
         cases = [_prefill(1, 128, 4, 2, 64, features=(feature,)) for feature in features]
-        gradients = ((("window", 16),), (("sinks", True),), (("segments", 4),))
+        gradients = [
+            (feature,)
+            for feature in features
+            if feature[0] in ("window", "sinks", "segments", "softcap", "alibi", "mask")
+        ]
         cases += [_gradients(1, 128, 4, 2, 64, features=feature) for feature in gradients]
     if benchmark == "distributions":
         plain = _prefill(1, 384, 4, 2, 64)  # three blocks of keys

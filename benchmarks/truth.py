@@ -191,11 +191,20 @@ def _gradient_parts(inputs: Inputs) -> list[Part]:
     one = [x[-1, :, place] for x, place in zip(inputs.operands(0), places, strict=True)]
     sinks = np.asarray(inputs.extra.get("sinks", np.full(case.N, -np.inf, np.float32)))[heads]
 
-    def visible(rows):
-        return _visible_and_bias(inputs, case.B - 1, case.N - 1, rows)[0]
+    softcap = case.feature("softcap")
 
-    truth = _exact_gradients(*(to_numpy(x) for x in one), visible, sinks)
-    at_dtype = _gradients_in_xla(*one, visible(np.arange(case.T)), sinks)
+    def visible_and_biases(rows):  # a bias a head of the group
+        first = _visible_and_bias(inputs, case.B - 1, case.N - group, rows)
+        if "alibi_slopes" not in inputs.extra and "bias" not in inputs.extra:
+            return first[0], [first[1]] * group
+        later = range(case.N - group + 1, case.N)
+        biases = [_visible_and_bias(inputs, case.B - 1, head, rows)[1] for head in later]
+        return first[0], [first[1], *biases]
+
+    truth = _exact_gradients(*(to_numpy(x) for x in one), visible_and_biases, sinks, softcap)
+    visible, biases = visible_and_biases(np.arange(case.T))
+    biases = [np.float32(bias) for bias in biases]
+    at_dtype = _gradients_in_xla(*one, visible, biases, sinks, softcap=softcap)
 
     def pick(index, place):
         # A result is (out, (dq, dk, dv)).
@@ -207,37 +216,41 @@ def _gradient_parts(inputs: Inputs) -> list[Part]:
     ]
 
 
-def _exact_gradients(query, key, value, cotangent, visible, sinks):
+def _exact_gradients(query, key, value, cotangent, visible_and_biases, sinks, softcap):
     """(T, G, H) and (S, 1, H) arrays of float64; block by block of the rows of the scores."""
     length, group, head_dim = query.shape
     scale = head_dim**-0.5
     d_query, d_key, d_value = (np.zeros_like(x) for x in (query, key, value))
     for start in range(0, length, ROW_BLOCK):
         rows = slice(start, min(start + ROW_BLOCK, length))
-        hidden = ~visible(np.arange(length)[rows])
+        visible, biases = visible_and_biases(np.arange(length)[rows])
         for head in range(group):
             scores = query[rows, head] @ key[:, 0].T * scale
-            scores[hidden] = -np.inf
+            slope = scale
+            if softcap is not None:
+                tanh = np.tanh(scores / softcap)
+                scores, slope = softcap * tanh, scale * (1 - tanh**2)
+            scores = np.where(visible, scores + biases[head], -np.inf)
             top = np.maximum(scores.max(1, keepdims=True), sinks[head])
             weights = np.exp(scores - top)
             weights /= weights.sum(1, keepdims=True) + np.exp(sinks[head] - top)
             d_weights = cotangent[rows, head] @ value[:, 0].T
             delta = (weights * d_weights).sum(1, keepdims=True)
-            d_scores = weights * (d_weights - delta) * scale
+            d_scores = weights * (d_weights - delta) * slope
             d_query[rows, head] = d_scores @ key[:, 0]
             d_key[:, 0] += d_scores.T @ query[rows, head]
             d_value[:, 0] += weights.T @ cotangent[rows, head]
     return d_query, d_key, d_value
 
 
-@jax.jit
-def _gradients_in_xla(query, key, value, cotangent, visible, sinks):
-    options = {"softcap": None, "scale": query.shape[-1] ** -0.5}
+@functools.partial(jax.jit, static_argnames="softcap")
+def _gradients_in_xla(query, key, value, cotangent, visible, biases, sinks, *, softcap):
+    options = {"softcap": softcap, "scale": query.shape[-1] ** -0.5}
 
     def attend(query, key, value):
         heads = [
-            _attend(jnp, query[:, g], key[:, 0], value[:, 0], 0.0, visible, sinks[g], **options)
-            for g in range(query.shape[1])
+            _attend(jnp, query[:, g], key[:, 0], value[:, 0], bias, visible, sinks[g], **options)
+            for g, bias in enumerate(biases)
         ]
         return jnp.stack(heads, 1)
 

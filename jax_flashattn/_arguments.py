@@ -44,16 +44,24 @@ def check_same_dtype(op: str, names, arrays) -> None:
                  f"it must be {names[0]}'s, {arrays[0].dtype}")  # fmt: skip
 
 
-def check_lengths(op: str, name: str, x, batch_shape: tuple[int, ...]):
-    """Lengths of the sequences as int32 (B,)."""
+def check_integers(op: str, name: str, x, shape: tuple[int, ...]):
+    """x, an array of integers of this shape."""
     if not hasattr(x, "shape"):
         x = np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         fail(TypeError, op, name, "has an unsupported dtype", x.dtype, "it must be an integer type")
-    if tuple(x.shape) != batch_shape:
-        fail(ValueError, op, name, "has the wrong shape", tuple(x.shape),
-             f"it must be the batch's, {batch_shape}")  # fmt: skip
-    return jnp.asarray(x).astype(jnp.int32).reshape(-1)
+    if tuple(x.shape) != shape:
+        fail(ValueError, op, name, "has the wrong shape", tuple(x.shape), f"it must be {shape}")
+    return x
+
+
+def check_lengths(op: str, name: str, x, shape: tuple[int, ...]):
+    """Lengths or page ids as int32. What an int32 cannot hold becomes the nearest: as much out of range."""
+    x = check_integers(op, name, x, shape)
+    kind, int32 = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    if kind.max > int32.max:
+        x = x.clip(max(kind.min, int32.min), int32.max)
+    return jnp.asarray(x).astype(jnp.int32)
 
 
 def check_per_head(op: str, name: str, x, heads: int):
@@ -93,7 +101,7 @@ def check_softcap(op: str, softcap) -> float:
         return 0.0
     if not isinstance(softcap, numbers.Real) or not 0 < softcap < float("inf"):
         fail(ValueError, op, "logit_softcap", "is not a positive number", repr(softcap),
-             "allowed are None and a finite number above 0")  # fmt: skip
+             "allowed are None and a finite number above 0, of Python or numpy, not traced")  # fmt: skip
     return float(softcap)
 
 

@@ -64,7 +64,14 @@ def sizes(names, shapes, layout: str, paged: bool = False) -> dict[str, int]:
         if letters == "bnts":
             letters, shape = "b", shape[:1]
         for letter, size in zip(letters, shape, strict=True):
-            if letter == "b" and "b" in found:
-                size = 0 if 0 in (size, found["b"]) else max(size, found["b"])
+            if letter == "b":
+                size = _larger(size, found.get("b", 1))
             found[letter] = size
     return found
+
+
+def _larger(a, b):
+    """Of two batches, where one divides the other: 1 is not compared, which symbolic sizes cannot be."""
+    if 1 in (a, b):
+        return b if a == 1 else a
+    return 0 if 0 in (a, b) else max(a, b)

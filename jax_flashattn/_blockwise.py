@@ -45,7 +45,7 @@ def attention(operands: dict, options):
     exists = column < kv_len[:, None, None, None]
     k, v = (jnp.where(exists[:, :, 0, :, None], x, 0) for x in (k, v))
 
-    blocks = -(-t // BLOCK)
+    blocks = 1 if t == 0 else -(-t // BLOCK)
 
     def block(i):
         start = i * BLOCK
@@ -74,9 +74,9 @@ def attention(operands: dict, options):
         unlimited = 2**31 - 1
         seen = exists & real
         if options.window_left != unlimited:
-            seen = seen & (column >= center - options.window_left)
+            seen = seen & (center - column <= options.window_left)
         if options.window_right != unlimited:
-            seen = seen & (column <= center + options.window_right)
+            seen = seen & (column - center <= options.window_right)
         if "mask" in operands:
             seen = seen & rows(operands["mask"], 2, False)
         if "query_segment_ids" in operands:

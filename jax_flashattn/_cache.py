@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_flashattn import _arguments as arguments
 from jax_flashattn._decode import CACHE_8BIT, decode
@@ -61,7 +62,11 @@ class KVCache:
         latent=False, layout="BTNH", key_scale=None, value_scale=None,
     ):  # fmt: skip
         """An empty pool of pages, which `page_table` (B, max_pages) deals out to the sequences."""
-        page_table = jnp.asarray(page_table).astype(jnp.int32)
+        shape = np.shape(page_table)
+        if len(shape) != 2:
+            arguments.fail(ValueError, "KVCache", "page_table", "has the wrong shape", shape,
+                           "it must be (batch, max_pages)")  # fmt: skip
+        page_table = arguments.check_lengths("KVCache", "page_table", page_table, shape)
         return cls._empty(
             (pages, page_size), page_table.shape[0], page_table, kv_heads, head_dim, value_dim, latent,
             dtype, layout, key_scale, value_scale,
@@ -75,6 +80,9 @@ class KVCache:
         op = "KVCache"
         arguments.check_layout(op, layout)
         dtype = jnp.dtype(dtype)
+        if str(dtype) not in arguments.FLOATS + CACHE_8BIT:
+            arguments.fail(TypeError, op, "dtype", "is unsupported", dtype,
+                           f"allowed are {arguments.FLOATS + CACHE_8BIT}")  # fmt: skip
         eight_bit = str(dtype) in CACHE_8BIT
         wanted = (eight_bit, eight_bit and not latent)
         if wanted != (key_scale is not None, value_scale is not None):
@@ -90,9 +98,15 @@ class KVCache:
             shape = (tokens, kv_heads) if layout == "BTNH" else (kv_heads, tokens)
             return jnp.zeros((first, *shape, dim), dtype)
 
-        scales = (
-            None if x is None else jnp.asarray(x, jnp.float32) for x in (key_scale, value_scale)
-        )
+        def scale(name, x):
+            if x is None:
+                return None
+            if np.shape(x) != (kv_heads,):
+                arguments.fail(ValueError, op, name, "has the wrong shape", np.shape(x),
+                               f"it must be one a key head, {(kv_heads,)}")  # fmt: skip
+            return jnp.asarray(x, jnp.float32)
+
+        scales = scale("key_scale", key_scale), scale("value_scale", value_scale)
         return cls(
             empty(head_dim), None if latent else empty(value_dim), jnp.zeros((batch,), jnp.int32),
             page_table, *scales, layout, value_dim if latent else None,
@@ -115,27 +129,31 @@ class KVCache:
             Of a latent cache, the first R behind the values.
 
         Tokens beyond the capacity, or whose page is outside the pool, are dropped, nothing else is
-        touched; seq_lens stops at the capacity.
+        touched; seq_lens stops at the capacity. Over a batch that is sharded explicitly, append inside
+        `jax.shard_map`: the types of JAX's scatter do not say that each sequence writes its own.
         """
         op = "KVCache.append"
         seq, head = (1, 2) if self.layout == "BTNH" else (2, 1)
         batch = self.seq_lens.shape[0]
         if (value is None) != (self.values is None):
             arguments.fail(ValueError, op, "value", "goes with a cache that stores values",
-                           "none" if value is None else value.shape,
+                           "none" if value is None else np.shape(value),
                            "a latent cache takes keys alone, any other keys and values")  # fmt: skip
+        dtypes = arguments.FLOATS + CACHE_8BIT
+        key = arguments.check_array(op, "key", key, dtypes)
         new = [("key", key, self.keys)]
         if value is not None:
+            value = arguments.check_array(op, "value", value, dtypes)
             new.append(("value", value, self.values))
+        tokens = key.shape[seq] if key.ndim == 4 else 1
         for name, x, like in new:
-            wanted = (batch, like.shape[head], like.shape[3])
-            got = (x.shape[0], x.shape[head], x.shape[3]) if x.ndim == 4 else x.shape
-            if got != wanted or x.shape[seq] != key.shape[seq]:
+            wanted = (batch, *like.shape[1:seq], tokens, *like.shape[seq + 1 :])
+            if x.shape != wanted:
                 arguments.fail(ValueError, op, name, "has the wrong shape", x.shape,
-                               f"batch, heads and head dim must be {wanted}")  # fmt: skip
-        tokens = key.shape[seq]
+                               f"with T = {tokens} new tokens it must be {wanted}")  # fmt: skip
         step = jnp.arange(tokens, dtype=jnp.int32)[None]
-        position = self.seq_lens[:, None] + step
+        lengths = jnp.clip(self.seq_lens, 0, self.capacity)
+        position = lengths[:, None] + step
         count = jnp.full((batch,), tokens, jnp.int32)
         if new_lens is not None:
             count = jnp.clip(arguments.check_lengths(op, "new_lens", new_lens, (batch,)), 0, tokens)
@@ -153,7 +171,7 @@ class KVCache:
             self,
             keys=written(self.keys, key, self.key_scale),
             values=None if value is None else written(self.values, value, self.value_scale),
-            seq_lens=jnp.minimum(self.seq_lens + count, self.capacity),
+            seq_lens=jnp.minimum(lengths + count, self.capacity),
         )
 
     def _place(self, position):
@@ -200,7 +218,15 @@ def rotate(x, position, rotary, layout="BTNH"):
     rotary: (cos, sin), each (max_position, R / 2); the first R dimensions are rotated, in float32.
     Positions are clamped to the tables.
     """
-    cos, sin = (table[jnp.clip(position, 0, table.shape[0] - 1)] for table in rotary)
+    tables = [jnp.asarray(table) for table in rotary]
+    shapes = [table.shape for table in tables]
+    if len(shapes) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 2:
+        arguments.fail(ValueError, "rotate", "rotary", "is malformed", shapes,
+                       "it must be (cos, sin), each (max_position, R / 2)")  # fmt: skip
+    if 2 * shapes[0][1] > x.shape[-1]:
+        arguments.fail(ValueError, "rotate", "rotary", "is too wide", shapes,
+                       f"R is at most the {x.shape[-1]} dimensions that are rotated")  # fmt: skip
+    cos, sin = (table[jnp.clip(position, 0, table.shape[0] - 1)] for table in tables)
     at = 2 if layout == "BTNH" else 1
     cos, sin = (jnp.expand_dims(y, at).astype(jnp.float32) for y in (cos, sin))
     half = cos.shape[-1]

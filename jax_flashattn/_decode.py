@@ -4,6 +4,7 @@ import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad
 
 from jax_flashattn import _arguments as arguments
@@ -57,7 +58,7 @@ def decode(
         value_cache, key_scale alone.
       local_window_size: w or (w, 0): query i sees keys from i - w on; only those are read.
       logit_softcap: c: logits become c * tanh(logits / c).
-      sinks: (N,) logits that take part in the softmax without a value.
+      sinks: (N,) logits that take part in the softmax without a value, in float32.
       num_splits: into how many parts a sequence's keys are cut; 0 chooses. For tests and tuning.
       batch_invariant: the bits of a sequence's result do not depend on the rest of the batch, on its
         position in it, or on the cache's capacity.
@@ -65,8 +66,9 @@ def decode(
       debug: report lengths that were clamped, by jax.debug.print.
 
     Returns:
-      out, shaped like query with value's head dim, in query's dtype; with return_lse also lse, float32,
-      (B, T, N) or (B, N, T). A query that sees no key has output 0 and lse -inf.
+      out, shaped like query with value's head dim, in query's dtype; with return_lse also lse, float32
+      (float64 for float64), (B, T, N) or (B, N, T). A query that sees no key has output 0 and lse -inf, or
+      that of its head's sink.
 
     Raises:
       ValueError: a shape or an option. TypeError: a dtype. NotImplementedError: valid, but not on this
@@ -110,7 +112,7 @@ def decode(
     operands = {
         "query": q,
         "key_cache": caches[0],
-        "seq_lens": arguments.check_lengths(op, "seq_lens", seq_lens, batch_shape),
+        "seq_lens": arguments.check_lengths(op, "seq_lens", seq_lens, batch_shape).reshape(-1),
     }
     if not values_in_keys:
         operands["value_cache"] = caches[1]
@@ -122,19 +124,19 @@ def decode(
                            f"it must be (*batch, max_pages), batch {batch_shape}")  # fmt: skip
         shape = (*batch_shape, page_table.shape[-1])
         table = arguments.check_lengths(op, "page_table", page_table, shape)
-        operands["page_table"] = table.reshape(-1, shape[-1])
+        operands["page_table"] = arguments.fold_batch(table, 1)[0]
         capacity *= shape[-1]
     if debug:
         arguments.report_lengths(op, {"seq_lens": operands["seq_lens"]}, {"seq_lens": capacity})
     if values_in_keys:
         if value_scale is not None:
-            arguments.fail(ValueError, op, "value_scale", "goes with a value_cache", value_scale.shape,
+            arguments.fail(ValueError, op, "value_scale", "goes with a value_cache", np.shape(value_scale),
                            "without one, key_scale is that of the values too")  # fmt: skip
         value_scale = key_scale
     for name, x in (("key_scale", key_scale), ("value_scale", value_scale)):
         if (x is not None) != eight_bit:
             arguments.fail(ValueError, op, name, "goes with 8-bit caches, and those with it",
-                           "none" if x is None else x.shape,
+                           "none" if x is None else np.shape(x),
                            f"the cache is {caches[0].dtype}")  # fmt: skip
         if x is not None:
             operands[name] = _check_cache_scale(op, name, jnp.asarray(x), caches[0], head, paged)

@@ -20,7 +20,7 @@ class Explanation:
     Attributes:
       op: the operation, or "gradient of" it.
       platform: "cpu" or "cuda".
-      kernel: "cpu (avx512)", "sm90", "sm80", ...; None where there is no kernel.
+      kernel: "cpu (avx512)", "sm90", "sm80", ..., or "xla (jax.nn)"; None where there is no kernel.
       reason: why there is none, or why the fastest path is refused; empty otherwise.
       details: tiles, splits and the like, in words.
     """
@@ -78,8 +78,10 @@ def explain(op, *operands, platform=None, gradient=False, **options) -> Explanat
 
 def explain_on(gpu: dict | None, op, operands, options, gradient=False) -> Explanation:
     """`explain` for a GPU of which these facts are known, like H200; None: for the CPU."""
-    name = op if isinstance(op, str) else op.__name__
-    if name not in _FUNCTIONS:
+    name = op if isinstance(op, str) else getattr(op, "__name__", None)
+    # jax.nn's dot_product_attention has the name of ours.
+    known = name in _FUNCTIONS and (op == name or inspect.unwrap(op) is _FUNCTIONS[name])
+    if not known:
         raise ValueError(f"explain: op is unknown, got {op!r}; allowed are {tuple(_FUNCTIONS)}")
     platform = "cpu" if gpu is None else "cuda"
     answer = functools.partial(Explanation, f"gradient of {name}" if gradient else name, platform)
@@ -88,7 +90,8 @@ def explain_on(gpu: dict | None, op, operands, options, gradient=False) -> Expla
         reason = everywhere or (gpu and on_cuda) or ""
         if reason:
             return answer("xla (jax.nn)", reason)
-        options = {"implementation": "flash"} | options
+        if options.get("implementation") is None:
+            options = options | {"implementation": "flash"}
     equation = _equation(_FUNCTIONS[name], operands, options, gradient)
     if equation is None:
         return answer("xla (jax.nn)", "it was asked for")
@@ -158,5 +161,14 @@ def _equation(function, operands, options, gradient):
         return pull(jax.tree.map(jnp.ones_like, out))
 
     jaxpr = jax.make_jaxpr(pull_back if gradient else call)(arrays)
-    ours = [e for e in jaxpr.jaxpr.eqns if e.primitive.name in _PRIMITIVES]
+    ours = list(_equations(jaxpr.jaxpr))
     return ours[-1] if ours else None
+
+
+def _equations(jaxpr):
+    """Ours; under explicit sharding they are those of one device's part, inside a shard_map."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _PRIMITIVES:
+            yield equation
+        elif equation.primitive.name == "shard_map":
+            yield from _equations(equation.params["jaxpr"])

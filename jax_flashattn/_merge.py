@@ -48,7 +48,7 @@ def merge(outs, lses, *, layout="BTNH"):
     empty = total == 0
     weights = weights / jnp.where(empty, 1, total)
     out = sum(
-        jnp.where(w[..., None] == 0, 0, w[..., None] * o.astype(wide))
+        w[..., None] * jnp.where(w[..., None] == 0, 0, o.astype(wide))
         for w, o in zip(weights, outs, strict=True)
     )
     merged = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1, total)) + top)[0]

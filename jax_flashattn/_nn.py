@@ -157,7 +157,8 @@ def _is_scale(scale) -> bool:
         real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
         if not real or scale.shape != ():
             return False
-        return isinstance(scale, jax.core.Tracer) or bool(np.isfinite(float(scale)))
+        abstract = isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct)
+        return abstract or bool(np.isfinite(float(scale)))
     return scale is None or (isinstance(scale, numbers.Real) and bool(np.isfinite(float(scale))))
 
 

@@ -1,6 +1,7 @@
 """Packed batches: documents of any length one behind the other, told apart by segment ids."""
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_flashattn import _arguments as arguments
 
@@ -63,14 +64,12 @@ def segment_ids(cu_seqlens_q, q_len, cu_seqlens_kv=None, kv_len=None):
 
 
 def _check_offsets(name, x):
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        arguments.fail(TypeError, "segment_ids", name, "has an unsupported dtype", x.dtype,
-                       "it must be an integer type")  # fmt: skip
+    shape = np.shape(x)
+    x = arguments.check_lengths("segment_ids", name, x, shape)
     if x.ndim != 1 or x.size == 0:
-        arguments.fail(ValueError, "segment_ids", name, "has the wrong shape", x.shape,
+        arguments.fail(ValueError, "segment_ids", name, "has the wrong shape", shape,
                        "it must be (documents + 1,)")  # fmt: skip
-    return x.astype(jnp.int32)
+    return x
 
 
 def _documents_of(offsets, length):

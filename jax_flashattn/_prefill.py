@@ -61,9 +61,10 @@ def prefill(
       causal_alignment: where the diagonal of `causal` and of the window lies when lengths differ:
         "bottom_right" (the last query sees the last key) or "top_left".
       query_segment_ids, key_value_segment_ids: (B, T) and (B, S) integers, both or none; a query sees the
-        keys of its own segment. Segments need not be sorted.
+        keys of its own segment. Segments need not be sorted. Of wider integers the low 32 bits count.
       alibi_slopes: (N,): -slope * |distance| is added to the logits (Press et al. 2021, arXiv:2108.12409).
-      sinks: (N,) logits that take part in the softmax without a value (gpt-oss).
+      sinks: (N,) logits that take part in the softmax without a value (gpt-oss). Slopes and sinks are
+        rounded to float32 for any query, as are the gradients of sinks and bias.
       return_lse: return (out, lse).
       deterministic: gradients that are bitwise repeatable; outputs always are.
       debug: report lengths that were clamped, by jax.debug.print.
@@ -71,7 +72,8 @@ def prefill(
     Returns:
       out, shaped like query with value's head dim, in query's dtype; with return_lse also lse, the
       natural logarithm of the sum of the exponentials of a row's logits, float32 (float64 for float64),
-      (B, T, N) or (B, N, T). A query that sees no key has output 0, lse -inf and no gradients.
+      (B, T, N) or (B, N, T). A query that sees no key has output 0, lse -inf (inside its length, that of
+      its head's sink if there is one) and passes no gradients on to query, key, value and bias.
 
     Raises:
       ValueError: a shape or an option. TypeError: a dtype. NotImplementedError: valid, but not on this
@@ -86,7 +88,10 @@ def prefill(
     arguments.check_same_dtype(op, names, arrays)
     batch_shape = arrays[0].shape[:-3]
     for name, x in zip(names, arrays, strict=True):
-        if x.ndim < 3 or x.shape[:-3] != batch_shape:
+        if x.ndim < 3:
+            arguments.fail(ValueError, op, name, "has the wrong rank", x.shape,
+                           f"it must be {layout} or {layout[1:]}")  # fmt: skip
+        if x.shape[:-3] != batch_shape:
             arguments.fail(ValueError, op, name, "has the wrong batch", x.shape,
                            f"the axes before {layout[1:]} must be query's, {batch_shape}")  # fmt: skip
     q, k, v = (arguments.fold_batch(x, 3)[0] for x in arrays)
@@ -102,7 +107,7 @@ def prefill(
     left, right = arguments.check_window(op, local_window_size)
     operands = {"query": q, "key": k, "value": v}
     lengths = {
-        name: arguments.check_lengths(op, name, x, batch_shape)
+        name: arguments.check_lengths(op, name, x, batch_shape).reshape(-1)
         for name, x in (
             ("query_seq_lengths", query_seq_lengths),
             ("key_value_seq_lengths", key_value_seq_lengths),
@@ -132,8 +137,9 @@ def prefill(
             ("query_segment_ids", query_segment_ids, t),
             ("key_value_segment_ids", key_value_segment_ids, s),
         ):
-            ids = arguments.check_lengths(op, name, x, (*batch_shape, length))
-            operands[name] = ids.reshape(-1, length)
+            ids = arguments.check_integers(op, name, x, (*batch_shape, length))
+            ids = jnp.asarray(ids).astype(jnp.int32)
+            operands[name] = arguments.fold_batch(ids, 1)[0]
     if sinks is not None:
         operands["sinks"] = arguments.check_per_head(op, "sinks", sinks, n)
 
@@ -335,7 +341,8 @@ def _backward(operands, wanted, options):
         if g.shape == like.shape:
             return g.astype(like.dtype)
         g = g.astype(arguments.wide_dtype(like.dtype))
-        g = g.reshape(-1, like.shape[0], *g.shape[1:]).sum(0)
+        if g.shape[0] != like.shape[0]:
+            g = g.reshape(g.shape[0] // like.shape[0], like.shape[0], *g.shape[1:]).sum(0)
         broadcast = tuple(i for i in range(1, g.ndim) if g.shape[i] != like.shape[i])
         return g.sum(broadcast, keepdims=True).astype(like.dtype)
 
@@ -374,9 +381,8 @@ def _emit_backward(platform, operands, results, options):
     padded, results_padded = pad_head_dims(operands, results, options)
     widest = max(padded[name].shape[-1] for name in ("query", "value"))
     mask = operands["mask"].shape if "mask" in operands else None
-    floats = _ffi.cuda().backward_workspace(
-        size["b"], size["t"], size["s"], size["n"], size["k"], widest, mask
-    )
+    lengths = (size[name] for name in "btsnk")
+    floats = _ffi.cuda().backward_workspace(*lengths, widest, options.deterministic, mask)
     workspace = {"workspace": jax.ShapeDtypeStruct((floats,), jnp.float32)}
     outs = _ffi.call("backward", padded, results_padded | workspace, **attributes)
     return [unpad(outs[name], like) for name, like in results.items()]

@@ -56,7 +56,7 @@ class Operation:
     """A primitive over named operands.
 
     results(names, arrays, options) -> {name: dtype} says what it returns; shapes follow from the axes.
-    emit(platform, names, operands, options) computes the results on a platform.
+    emit(platform, operands, results, options) computes them on a platform, in the order of the results.
     """
 
     name: str
@@ -290,7 +290,8 @@ def _jitted(primitive, params):
 
 
 def _run_eagerly(primitive, *operands, **params):
-    return _jitted(primitive, tuple(params.items()))(*operands)
+    with jax.disable_jit(False):  # under jax.disable_jit, jit would bind the primitive here again
+        return _jitted(primitive, tuple(params.items()))(*operands)
 
 
 def _fold(x, dim: int, batch: int, pages: bool):
@@ -301,7 +302,7 @@ def _fold(x, dim: int, batch: int, pages: bool):
         # (i, j) must read (i, j % size), which one modulus cannot say, so it is written out.
         repeats = batch // x.shape[1]
         x = jnp.tile(x, (1, repeats) + (1,) * (x.ndim - 2))
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _make_a_page_of_each_sequence(operands: dict, dims: dict, batch: int) -> None:

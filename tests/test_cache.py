@@ -144,6 +144,25 @@ def test_append_at_capacity(platform, page_size, layout):
     assert (full.seq_lens[:2] == CAPACITY).all()
 
 
+@CACHES
+@LAYOUTS
+def test_append_to_lengths_out_of_range(platform, page_size, layout):
+    """They count as decode counts them: a negative length as 0, one beyond the capacity as full."""
+    _, key, value = tokens(platform, 4, layout)
+    cache = empty(platform, layout, page_size).append(*tokens(platform, 20, layout, seed=1)[1:])
+
+    def appended(lengths):
+        start = dataclasses.replace(cache, seq_lens=jnp.asarray(lengths, jnp.int32))
+        return start.append(key, value)
+
+    clamped = appended([0, CAPACITY, 5])
+    for a, b in zip(
+        jax.tree.leaves(appended([-1, CAPACITY + 7, 5])), jax.tree.leaves(clamped), strict=True
+    ):
+        check_same(a, b)
+    np.testing.assert_array_equal(clamped.seq_lens, [4, CAPACITY, 9])
+
+
 @pytest.mark.parametrize("rubbish", [-1, -(2**31), 10**6, 2147480000])
 def test_append_to_a_missing_page(platform, rubbish):
     """A page outside the pool: its tokens are dropped, no other page is touched."""
@@ -332,6 +351,23 @@ def test_rotary_in_append(platform, rotated, layout):
         np.testing.assert_allclose(stored[b, start : start + 7], turned, atol=8 * eps, rtol=2 * eps)
 
 
+def test_rotary_tables_in_numpy(platform):
+    """Constants of a jitted step may be numpy's."""
+    angle = np.arange(64, dtype=np.float32)[:, None] / np.arange(1, 9, dtype=np.float32)
+    tables = np.cos(angle), np.sin(angle)
+    _, key, value = tokens(platform, 3)
+
+    @jax.jit
+    def append(cache):
+        return cache.append(key, value, rotary=tables)
+
+    position = jnp.broadcast_to(jnp.arange(3), (BATCH, 3))
+    turned = jax_flashattn.rotate(key, position, tuple(jnp.asarray(x) for x in tables))
+    stored = contents(append(empty(platform)))[0][:, :3]
+    eps = float(jnp.finfo(key.dtype).eps)
+    np.testing.assert_allclose(stored, turned, atol=8 * eps, rtol=2 * eps)
+
+
 def test_vmap(platform):
     """Two batches of caches side by side."""
     q, k, v = tokens(platform, 5)
@@ -359,6 +395,7 @@ def test_vmap(platform):
         (None, (BATCH, 2, KV_HEADS, DIM)),
         (None, (BATCH, 1, KV_HEADS, 8)),
         ((KV_HEADS, DIM), None),
+        ((BATCH, KV_HEADS, DIM), (BATCH, KV_HEADS, DIM)),
     ],
 )
 def test_append_errors(platform, key, value):
@@ -389,3 +426,35 @@ def test_allocate_errors(platform):
         KVCache.allocate(
             1, 8, 1, 8, "int8", latent=True, key_scale=np.ones(1), value_scale=np.ones(1)
         )
+    for scale in (0.5, np.ones(2), np.ones((1, 1))):
+        with pytest.raises(ValueError, match="^KVCache: key_scale .*, got .*; "):
+            KVCache.allocate(1, 8, 1, 8, "int8", key_scale=scale, value_scale=np.ones(1))
+    with pytest.raises(ValueError, match="^KVCache: page_table .*, got .*; "):
+        KVCache.allocate_paged(4, 8, np.zeros(4, np.int32), 1, 8)
+    with pytest.raises(TypeError, match="^KVCache: page_table .*, got .*; "):
+        KVCache.allocate_paged(4, 8, np.zeros((2, 2), np.float32), 1, 8)
+    for dtype in ("int32", "float8_e5m2"):
+        with pytest.raises(TypeError, match="^KVCache: dtype .*, got .*; "):
+            KVCache.allocate(1, 8, 1, 8, dtype)
+
+
+def test_append_of_what_is_no_array(platform):
+    _, key, value = tokens(platform, 1)
+    for new in (([1.0], value), (key, [1.0]), (key.astype(jnp.int32), value)):
+        with pytest.raises(TypeError, match="^KVCache.append: (key|value) .*, got .*; "):
+            empty(platform).append(*new)
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        (np.ones((40, 4)),) * 3,
+        np.ones((40, 4)),
+        (np.ones((40, 4)), np.ones((40, 8))),
+        (np.ones((40, DIM // 2 + 1)),) * 2,
+    ],
+)
+def test_rotary_errors(platform, rotary):
+    _, key, value = tokens(platform, 1)
+    with pytest.raises(ValueError, match="^rotate: rotary .*, got .*; "):
+        empty(platform).append(key, value, rotary=rotary)

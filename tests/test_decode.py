@@ -205,9 +205,10 @@ def test_batches(platform, batch):
 
 
 @pytest.mark.parametrize("axis", ["B", "T", "S"])
-def test_zero_sizes(platform, axis):
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_zero_sizes(platform, axis, page_size):
     sizes = dict(B=dict(lengths=()), T=dict(tokens=0), S=dict(capacity=0, lengths=(0, 3)))[axis]
-    case = platform.fit(DecodeCase(**sizes))
+    case = platform.fit(DecodeCase(**sizes, page_size=page_size))
     arrays = make_inputs(case)
     out, lse = decode(case, arrays)
     assert out.shape == (case.batch, case.tokens, case.q_heads, case.head_dim)
@@ -371,3 +372,21 @@ def test_merge(platform, parts, layout):
     true_out, true_lse = truth.decode(**arrays, **case.options())
     check(out, true_out, xla_decode(case, arrays))
     check_lse(lse, true_lse)
+
+
+def test_merge_ignores_what_sees_no_key(platform):
+    """Whatever an output with lse -inf holds, it reaches neither the result nor a gradient."""
+    good = jnp.ones((1, 2, 2, 8), platform.dtype)
+    rubbish, empty = jnp.full_like(good, jnp.nan), jnp.full((1, 2, 2), -jnp.inf)
+
+    def merged(good, lse):
+        return jax_flashattn.merge([rubbish, good], [empty, lse])
+
+    out, lse = merged(good, jnp.zeros((1, 2, 2)))
+    check_same(out, good)
+    check_zero(lse)
+    d_good, d_lse = jax.grad(
+        lambda *x: sum(y.astype(jnp.float32).sum() for y in merged(*x)), (0, 1)
+    )(good, jnp.zeros((1, 2, 2)))
+    check_same(d_good, jnp.ones_like(good))
+    check_same(d_lse, jnp.ones((1, 2, 2)))

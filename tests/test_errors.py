@@ -54,7 +54,7 @@ def latent_arguments(**changes):
 INT = jnp.zeros((2,), jnp.int32)
 PREFILL = [
     # (what is wrong, type, the argument that the message names)
-    (dict(query=array(9, 16)), ValueError, "query"),
+    (dict(query=array(9, 16)), ValueError, "query has the wrong rank"),
     (dict(query=array(9, 4, 16)), ValueError, "key"),
     (dict(key=array(11, 16)), ValueError, "key"),
     (dict(query=array(3, 9, 4, 16)), ValueError, "key"),
@@ -154,6 +154,8 @@ DECODE = [
     (decode_arguments(num_splits=2.0), (TypeError, ValueError), "num_splits"),
     (decode_arguments(num_splits=10**6), ValueError, "num_splits"),
     (decode_arguments(key_scale=jnp.ones(2, jnp.float32)), ValueError, "key_scale"),
+    (decode_arguments(key_scale=[1.0, 1.0]), ValueError, "key_scale"),
+    (latent_arguments(value_scale=[1.0, 1.0]), ValueError, "value_scale"),
     (paged_arguments(page_table=jnp.zeros((2, 4), jnp.int32)), ValueError, "page_table"),
     (paged_arguments(page_table=jnp.zeros((3,), jnp.int32)), ValueError, "page_table"),
     (paged_arguments(page_table=jnp.zeros((3, 4), jnp.float32)), TypeError, "page_table"),

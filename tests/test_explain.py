@@ -1,5 +1,8 @@
 """explain: which kernel a call takes, or why a fast path was refused."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -45,6 +48,31 @@ def test_says_which_kernel_the_gradient_runs(platform, op):
     assert platform.name in text.lower() or "sm" in text
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_implementation_of_none_is_the_default(platform, gradient):
+    def explain(**options):
+        operands = OPERANDS["dot_product_attention"].values()
+        return jax_flashattn.explain(
+            "dot_product_attention", *operands, gradient=gradient, **options
+        )
+
+    assert explain(implementation=None) == explain()
+
+
+@pytest.mark.parametrize("op", ["prefill", "dot_product_attention"])
+def test_shapes_are_enough(platform, op):
+    """jax.ShapeDtypeStruct in the place of every array, a scale too."""
+    operands = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in OPERANDS[op].items()
+    } | {
+        "bias": jax.ShapeDtypeStruct((8, 1, 1), jnp.bfloat16),
+        "mask": jax.ShapeDtypeStruct((128,), jnp.bool_),
+        "key_value_seq_lengths": jax.ShapeDtypeStruct((2,), jnp.int32),
+        "scale": jax.ShapeDtypeStruct((), jnp.float32),
+    }
+    assert "xla" not in jax_flashattn.explain(op, **operands).kernel
+
+
 def test_decode_has_no_gradient(platform):
     with pytest.raises(NotImplementedError, match="decode: has no derivative"):
         jax_flashattn.explain("decode", *OPERANDS["decode"].values(), gradient=True)
@@ -85,19 +113,21 @@ def test_unaligned_bias_on_hopper(bias_rows, kernel):
 
 @needs_cuda_kernels
 def test_gradient_on_hopper():
-    """The Hopper kernels, one or two by determinism and head dim; the generic one with a reason."""
+    """The Hopper kernels, one or two by head dim and features; the generic one with a reason."""
     together, apart = "dK, dV and dQ in one kernel", "dQ in another"
     wide = {n: jnp.zeros((*x.shape[:3], 256), x.dtype) for n, x in OPERANDS["prefill"].items()}
     for answer, kernels in (
         (gradient_on(_explain.H200), together),
-        (gradient_on(_explain.H200, deterministic=True), apart),
+        (gradient_on(_explain.H200, logit_softcap=9.0), together),
+        (gradient_on(_explain.H200, deterministic=True), "in a fixed order"),
+        (gradient_on(_explain.H200, deterministic=True, logit_softcap=9.0), apart),
         (gradient_on(_explain.H200, wide), apart),
     ):
         assert answer.kernel == "sm90" and kernels in answer.details and not answer.reason
     for features in (dict(local_window_size=(9, 0)), dict(sinks=jnp.zeros(8))):
         assert gradient_on(_explain.H200, **features).kernel == "sm90"
-    capped = gradient_on(_explain.H200, logit_softcap=9.0)
-    assert capped.kernel == "sm80" and "soft cap" in capped.reason
+    biased = gradient_on(_explain.H200, bias=jnp.zeros((8, 1, 1), jnp.bfloat16))
+    assert biased.kernel == "sm80" and "bias" in biased.reason
 
 
 @needs_cuda_kernels
@@ -142,8 +172,11 @@ def test_value_dims_on_hopper(dims, tile):
 
 
 def test_unknown_operation(platform):
-    with pytest.raises(ValueError, match="explain.*attention"):
-        jax_flashattn.explain("attention", *OPERANDS["prefill"].values())
+    partial = functools.partial(jax_flashattn.prefill, causal=False)
+    for op in ("attention", jax_flashattn.merge, jax.nn.dot_product_attention, partial):
+        with pytest.raises(ValueError, match="explain: op is unknown, got .*; "):
+            jax_flashattn.explain(op, *OPERANDS["prefill"].values())
+    assert jax_flashattn.explain(jax.jit(jax_flashattn.prefill), *OPERANDS["prefill"].values())
 
 
 def test_bad_arguments_raise_as_the_call_does(platform):

@@ -251,6 +251,7 @@ VARIANTS = [
     F64.replace(kv_lengths=(12, 5), q_lengths=(4, 9)),
     F64.replace(bias="_NTS", sinks=True, softcap=3.0),
     F64.replace(window=(3, 1), causal=False, mask="__TS", alibi=True),
+    F64.replace(q_len=12, kv_len=9, window=(2**31 - 2, 2**31 - 2), causal=False),
 ]
 
 

@@ -558,7 +558,7 @@ def check_gradients_sm90(platform, case, poison=True, **extra):
     check_gradients(platform, case, poison=poison, **extra)
 
 
-BOTH_WAYS = [(64, False), (128, False), (128, True), (256, False)]
+BOTH_WAYS = [(64, False), (64, True), (128, False), (128, True), (256, False)]
 
 
 @on_gpu
@@ -762,17 +762,29 @@ def test_prefill_repeats_in_fifty_runs(platform, head_dim, causal, spread):
 
 @on_gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("window", [None, (600, 0)])
-def test_deterministic_gradients_repeat_in_fifty_runs(platform, head_dim, window):
-    q, k, v, dout = random_arrays(*4 * [(1, 4096, 512 // head_dim, head_dim)])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"local_window_size": (600, 0)}], ids=str
+)
+@pytest.mark.parametrize(
+    "batch,length,heads,kv_heads",
+    [(1, 4096, 4, 2), (2, 1000, 24, 24), (1, 20000, 1, 1)],  # the last: more blocks than processors
+)
+def test_deterministic_gradients_repeat_in_fifty_runs(
+    platform, head_dim, options, batch, length, heads, kv_heads
+):
+    shapes = [(batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, dout = random_arrays(*shapes)
 
-    def gradients(q, k, v):
-        options = dict(deterministic=True, local_window_size=window)
-        attend = functools.partial(jax_flashattn.prefill, **options)
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(deterministic, q, k, v):
+        attend = functools.partial(jax_flashattn.prefill, deterministic=deterministic, **options)
         return jax.vjp(attend, q, k, v)[1](dout)
 
-    gradients = jax.jit(gradients)
-    same_in_fifty_runs(lambda: gradients(q, k, v))
+    same_in_fifty_runs(lambda: gradients(True, q, k, v))
+    both = gradients(True, q, k, v), gradients(False, q, k, v)
+    for ours, default in zip(*both, strict=True):
+        ours, default = ours.astype(jnp.float32), default.astype(jnp.float32)
+        assert jnp.linalg.norm(ours - default) < 5e-3 * jnp.linalg.norm(default)
 
 
 @on_gpu

@@ -76,11 +76,29 @@ def test_ragged(platform, causal, alignment, q_lengths, kv_lengths):
     )
 
 
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+def test_lengths_of_any_integer_dtype(platform, dtype, x64):
+    """Clamped as the numbers they are, also those that int32 does not hold."""
+    limits = np.iinfo(dtype)
+    case = platform.fit(Case(batch=4, q_lengths=(5, 65, 0, 65), kv_lengths=(65, 7, 65, 0)))
+    arrays = make_inputs(case)
+    wide = {
+        "query_seq_lengths": np.array([5, limits.max, limits.min, limits.max], dtype),
+        "key_value_seq_lengths": np.array([limits.max, 7, limits.max, limits.min], dtype),
+    }
+    with jax.enable_x64(x64):
+        results = jax_flashattn.prefill(**arrays | wide, return_lse=True)
+    for a, b in zip(results, prefill(case, arrays), strict=True):
+        check_same(a, b)
+
+
 @pytest.mark.parametrize("axis", ["B", "T", "S"])
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
-def test_zero_sizes(platform, axis, layout):
+@pytest.mark.parametrize("segments", [None, 3])
+def test_zero_sizes(platform, axis, layout, segments):
     sizes = dict(B=dict(batch=0), T=dict(q_len=0, kv_len=5), S=dict(q_len=5, kv_len=0))[axis]
-    case = platform.fit(Case(**sizes, layout=layout))
+    case = platform.fit(Case(**sizes, layout=layout, segments=segments))
     arrays = make_inputs(case)
     out, lse = prefill(case, arrays)
     expected, true_lse = truth.attention(**arrays, **case.options())

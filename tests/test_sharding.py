@@ -11,7 +11,7 @@ import truth
 import xla
 from calls import xla_decode, xla_prefill
 from cases import Case, DecodeCase, make_cotangents, make_inputs
-from check import check, check_gradient, check_lse
+from check import check, check_gradient, check_lse, check_same
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -372,6 +372,16 @@ def test_explicit_sequence(platform, devices):
     check_results(case, arrays, *results)
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_explain_of_explicit(platform, devices, gradient):
+    """It names the kernel that each device runs."""
+    arrays = make_inputs(platform.fit(CASE)).values()
+    with jax.set_mesh(mesh_of(devices, kind=AxisType.Explicit)):
+        sharded = [jax.device_put(x, P("y")) for x in arrays]
+        explanation = jax_flashattn.explain("prefill", *sharded, gradient=gradient)
+    assert explanation.kernel == jax_flashattn.explain("prefill", *arrays, gradient=gradient).kernel
+
+
 # --- decode
 
 DECODE = DecodeCase(
@@ -453,3 +463,21 @@ def test_decode_in_shard_map(platform, devices):
         out_specs=(P("y"),) * 2,
     )
     check_decode_results(case, arrays, *jax.jit(mapped)(*arrays.values()))
+
+
+def test_append_in_explicit_shard_map(platform, devices):
+    """Where types shard the batch of a cache, each device appends to its own sequences."""
+    case = platform.fit(CASE)
+    query, key, value = make_inputs(case).values()
+    empty = jax_flashattn.KVCache.allocate(8, 20, 8, 16, key.dtype)
+
+    def step(cache, query, key, value):
+        cache = cache.append(key, value)
+        return cache, cache.attend(query)
+
+    expected = step(empty, query, key, value)
+    with jax.set_mesh(mesh_of(devices, (1, len(devices)), AxisType.Explicit)):
+        operands = jax.tree.map(lambda x: jax.device_put(x, P("y")), (empty, query, key, value))
+        ours = jax.jit(jax.shard_map(step, in_specs=P("y"), out_specs=P("y")))(*operands)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        check_same(a, b)

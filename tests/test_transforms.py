@@ -401,6 +401,52 @@ def test_eager_and_jit_agree(platform):
         check_same(a, b)
 
 
+def test_disable_jit(platform):
+    """The primitives run op by op too, and so do their derivatives."""
+    case = platform.fit(SMALL)
+    arrays = [jnp.asarray(x) for x in make_inputs(case).values()]
+    step = make_inputs(platform.fit(DECODE))
+
+    def square(*arrays):
+        return (jax_flashattn.prefill(*arrays).astype(jnp.float32) ** 2).sum()
+
+    def results():
+        return (
+            jax_flashattn.prefill(*arrays),
+            jax_flashattn.decode(**step),
+            jax.grad(square)(*arrays),
+            jax.jvp(jax_flashattn.prefill, arrays, arrays)[1],
+            jax.vmap(jax_flashattn.prefill, (0, None, None))(arrays[0][None], *arrays[1:]),
+        )
+
+    with jax.disable_jit():
+        without = results()
+    for a, b in zip(without, results(), strict=True):
+        check_same(a, b)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0)])
+@pytest.mark.parametrize("batch,q_len,kv_len", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_zero_sizes(platform, size, axes, batch, q_len, kv_len):
+    """Nothing to do, in every mode: zeros of the right shapes."""
+    shapes = ((batch, q_len, 4, 8), (batch, kv_len, 2, 8), (batch, kv_len, 2, 8))
+    arrays = tuple(
+        jnp.zeros(shape if axis is None else (size, *shape), platform.dtype)
+        for axis, shape in zip(axes, shapes, strict=True)
+    )
+    mapped = jax.vmap(jax_flashattn.prefill, axes)
+    assert not mapped(*arrays).any()
+    assert not jax.jvp(mapped, arrays, arrays)[1].any()
+
+    def total(*arrays):
+        return mapped(*arrays).astype(jnp.float32).sum()
+
+    for gradient, x in zip(jax.grad(total, (0, 1, 2))(*arrays), arrays, strict=True):
+        assert gradient.shape == x.shape and not gradient.any()
+    jax.jvp(jax.grad(total), arrays, arrays)
+
+
 def test_scan_and_while(platform):
     case = platform.fit(SMALL.replace(kv_len=19))
     q, k, v = (jnp.asarray(x) for x in make_inputs(case).values())
@@ -536,6 +582,22 @@ def test_export_with_symbolic_sizes(platform):
         concrete = case.replace(**sizes)
         arrays = make_inputs(concrete)
         check_same(exported.call(*arrays.values()), prefill(concrete, arrays)[0])
+
+
+def test_export_with_symbolic_sizes_beside_one(platform):
+    """An operand of one batch broadcasts to a batch that is not known yet, in gradients too."""
+    batch, length = jax.export.symbolic_shape("b, t")
+    bias = jnp.linspace(-1, 1, 4, dtype=platform.dtype).reshape(4, 1, 1)
+
+    def loss(q, k):
+        return jax_flashattn.prefill(q, k, k, bias=bias).astype(jnp.float32).sum()
+
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    shapes = [jax.ShapeDtypeStruct((batch, length, n, 16), platform.dtype) for n in (4, 2)]
+    exported = jax.export.export(gradient, disabled_checks=ALLOWED)(*shapes)
+    q, k, _ = make_inputs(platform.fit(SMALL.replace(batch=3, kv_len=19))).values()
+    for a, b in zip(exported.call(q, k), gradient(q, k), strict=True):
+        check_same(a, b)
 
 
 @needs_cuda_build

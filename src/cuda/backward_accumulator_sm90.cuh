@@ -2,7 +2,8 @@
 // and behind that it does, with three warps that would be idle, what would cost passes over memory
 // of their own: while a head is worked on, a later head's accumulator is set to zero and an earlier
 // head's, which is complete and still in L2, is converted. The passes in backward_passes.cuh do so
-// only for the first and the last heads (BackwardLead).
+// only for the first and the last heads (BackwardLead). In deterministic calls one of the warps
+// adds, block after block, instead of zeroing.
 #ifndef FLASHATTN_CUDA_BACKWARD_ACCUMULATOR_SM90_CUH_
 #define FLASHATTN_CUDA_BACKWARD_ACCUMULATOR_SM90_CUH_
 
@@ -26,26 +27,38 @@ struct DqFragment {
   static_assert(kFloats == kBackwardUnit * 64, "a unit is contiguous, 64 columns after 64 columns");
 };
 
-// dq = scale * accumulator for eight query rows, by one warp. `dq` is this lane's float4 of the
-// eight rows' first 16 columns, `out` row lane / 4 at column 2 (lane % 4); `columns` exist.
+// dq = scale * accumulator for eight query rows, by one warp, 16 columns a float4 from 16 `first`
+// on. `dq` is this lane's float4 of the eight rows' first 16 columns, `out` row lane / 4 at column
+// 2 (lane % 4); `columns` exist.
+template <int N>
+__device__ __forceinline__ void load_row_group(float4 (&x)[N], const float4* dq, int first) {
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    x[i] = __ldcg(dq + (first + i) / 4 * (kBackwardUnit * 16) + (first + i) % 4 * 32);
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_row_group(const float4 (&x)[N], int first, T* out,
+                                                int columns, bool contributes, float scale) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int column = 16 * (first + i);
+    const uint32_t low = movmatrix_trans(pack<T>(x[i].x * scale, x[i].y * scale));
+    const uint32_t high = movmatrix_trans(pack<T>(x[i].z * scale, x[i].w * scale));
+    if (column < columns) *reinterpret_cast<uint32_t*>(out + column) = contributes ? low : 0u;
+    if (column + 8 < columns)
+      *reinterpret_cast<uint32_t*>(out + column + 8) = contributes ? high : 0u;
+  }
+}
+
 template <class T, int HeadDim, int AtOnce>
 __device__ __forceinline__ void convert_row_group(const float4* dq, T* out, int columns,
                                                   bool contributes, float scale) {
 #pragma unroll
   for (int first = 0; first < HeadDim / 16; first += AtOnce) {
     float4 x[AtOnce];
-#pragma unroll
-    for (int i = 0; i < AtOnce; ++i)
-      x[i] = __ldcg(dq + (first + i) / 4 * (kBackwardUnit * 16) + (first + i) % 4 * 32);
-#pragma unroll
-    for (int i = 0; i < AtOnce; ++i) {
-      const int column = 16 * (first + i);
-      const uint32_t low = movmatrix_trans(pack<T>(x[i].x * scale, x[i].y * scale));
-      const uint32_t high = movmatrix_trans(pack<T>(x[i].z * scale, x[i].w * scale));
-      if (column < columns) *reinterpret_cast<uint32_t*>(out + column) = contributes ? low : 0u;
-      if (column + 8 < columns)
-        *reinterpret_cast<uint32_t*>(out + column + 8) = contributes ? high : 0u;
-    }
+    load_row_group(x, dq, first);
+    store_row_group<T>(x, first, out, columns, contributes, scale);
   }
 }
 
@@ -69,8 +82,9 @@ struct AccumulatorShare {
 };
 
 // Waits until a counter has come so far, and with it what those who added to it had written.
-__device__ __forceinline__ void wait_for_count(const float* counter, int target) {
-  while (load_acquire_f32(counter) < static_cast<float>(target)) __nanosleep(100);
+__device__ __forceinline__ void wait_for_count(const float* counter, int target,
+                                               unsigned pause_ns = 100) {
+  while (load_acquire_f32(counter) < static_cast<float>(target)) __nanosleep(pause_ns);
   fence_async_proxy_global();
 }
 

@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(384, 1)
   }
 }
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 Status launch_backward_dq_sm90(const BackwardParams& params, const Device& device,
                                cudaStream_t stream) {
   using L = BackwardDqLayout<HeadDim>;
@@ -509,9 +509,7 @@ Status launch_backward_dq_sm90(const BackwardParams& params, const Device& devic
   const unsigned blocks =
       static_cast<unsigned>(problem.batch) * problem.q_heads * grid.query_blocks;
   const void* kernel =
-      backward_is_featured(forward)
-          ? reinterpret_cast<const void*>(&backward_dq_sm90_kernel<T, HeadDim, true>)
-          : reinterpret_cast<const void*>(&backward_dq_sm90_kernel<T, HeadDim, false>);
+      reinterpret_cast<const void*>(&backward_dq_sm90_kernel<T, HeadDim, Featured>);
   return launch({"backward_dq_sm90", kernel, dim3(blocks), 384, L::kBytes}, args, device, stream);
 }
 

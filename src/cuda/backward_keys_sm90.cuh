@@ -5,6 +5,8 @@
 //   S^T = K Q^T   dP^T = V dO^T   P = exp2(scale log2e S - lse2)   dS = P (dP - delta)
 //   dV += P^T dO  dK += dS^T Q    dQ^T = K^T dS, added to an fp32 accumulator in global memory
 //
+// In order: blocks add in the order in which they start, so that dQ has the same bits on every run.
+//
 // Everything is transposed, keys along M: then P and dS are A operands of dV and dK as they lie in
 // registers, and only dS goes through shared memory, for dQ. Each of the two consumer warpgroups
 // takes 64 keys; dQ needs all 128, so there the warpgroups split the head dim (H 128) or the rows
@@ -24,27 +26,32 @@ namespace flashattn {
 
 // ---- layout of shared memory, in bytes from a 1024-byte boundary. Tiles are 64-column chunks of
 // `rows` x 128 bytes in the 128-byte swizzle.
-template <int HeadDim, bool WithDq>
+template <int HeadDim, BackwardSum Sum>
 struct BackwardLayout {
-  static constexpr BackwardTile kTile = WithDq ? backward_tile_sm90(HeadDim) : kBackwardDkvTile;
+  static constexpr bool kWithDq = Sum != BackwardSum::kNone;
+  static constexpr bool kOrdered = Sum == BackwardSum::kInOrder;
+  static constexpr bool kZeroesAhead = Sum == BackwardSum::kAnyOrder;
+  static constexpr BackwardTile kTile = kWithDq ? backward_tile_sm90(HeadDim) : kBackwardDkvTile;
   static constexpr int kRows = kTile.rows, kKeys = 128;
   static constexpr int kStages = 2;  // of Q, of dO and of dS
-  static constexpr bool kLooksAhead = false, kAccumulates = WithDq;
+  // A block that waits for its turn gets a step further where another buffer fits.
+  static constexpr int kDqStages = kOrdered && HeadDim == 128 ? 2 : 1;
+  static constexpr bool kLooksAhead = false;
   static constexpr int kChunks = HeadDim / 64;
   static constexpr int kDqColumns = DqFragment<HeadDim>::kColumns;
 
   static constexpr int kKeyBytes = kKeys * HeadDim * 2, kQueryBytes = kRows * HeadDim * 2;
   static constexpr int kKeyChunk = kKeys * 128, kQueryChunk = kRows * 128;
   static constexpr int kHalf = 64 * 128;  // a warpgroup's keys in a chunk of K or V
-  static constexpr int kDsBytes = WithDq ? kRows * kKeys * 2 : 0, kDsChunk = kRows * 128;
-  static constexpr int kDqBytes = WithDq ? DqFragment<HeadDim>::kFloats * 4 : 0;
+  static constexpr int kDsBytes = kWithDq ? kRows * kKeys * 2 : 0, kDsChunk = kRows * 128;
+  static constexpr int kDqBytes = kWithDq ? DqFragment<HeadDim>::kFloats * 4 : 0;  // a warpgroup's
   static constexpr int kStatBytes = kRows * 4;
 
   static constexpr int kK = 0, kV = kKeyBytes, kQ = 2 * kKeyBytes;
   static constexpr int kDout = kQ + kStages * kQueryBytes;
   static constexpr int kDs = kDout + kStages * kQueryBytes;
   static constexpr int kDq = kDs + kStages * kDsBytes;
-  static constexpr int kLse = kDq + 2 * kDqBytes, kDelta = kLse + kStages * kStatBytes;
+  static constexpr int kLse = kDq + kDqStages * 2 * kDqBytes, kDelta = kLse + kStages * kStatBytes;
   static constexpr int kBarriers = kDelta + kStages * kStatBytes;
   static constexpr int kBytes = kBarriers + 128 + 1024;
 };
@@ -53,16 +60,17 @@ struct BackwardLayout {
 constexpr int kDsBarrier = 1, kWarpgroupBarrier = 2, kConvertBarrier = 4;
 
 // ---- one consumer warpgroup: 64 of the block's keys
-template <class T, int HeadDim, bool WithDq, bool Featured>
+template <class T, int HeadDim, BackwardSum Sum, bool Featured>
 class BackwardConsumer {
  public:
-  using L = BackwardLayout<HeadDim, WithDq>;
+  using L = BackwardLayout<HeadDim, Sum>;
+  using Task = BackwardTaskOf<L::kOrdered>;
   static constexpr int kRows = L::kRows;
   using Steps = BackwardSteps<kRows, Featured>;
 
   __device__ __forceinline__ BackwardConsumer(const BackwardMaps& maps,
                                               const BackwardParams& params,
-                                              const BackwardGrid& grid, const BackwardTask& task,
+                                              const BackwardGrid& grid, const Task& task,
                                               const Steps& steps, const BackwardBarriers& barriers,
                                               uint32_t smem, int warpgroup)
       : maps_(maps),
@@ -84,7 +92,7 @@ class BackwardConsumer {
       store_zeros();
       return;
     }
-    begin_head(0);
+    begin_walk(0);
     mbarrier_wait(barriers_.k_full, 0);
     first_step();
     if constexpr (Featured)
@@ -119,12 +127,14 @@ class BackwardConsumer {
 
   // All steps but the first.
   __device__ __forceinline__ void walk() {
+    // for_each_tile_in_order() says why the heads of a group come inside.
+    const int inside = kOrdered ? grid_.group : 1, walks = kOrdered ? 1 : grid_.group;
     // Every loop edge below is a full wait: accumulators in flight from one loop, or from the
     // peeled first step, into another would make ptxas serialise all products (C7512).
-    int masked = task_.plain_begin - task_.first_step - 1;
-    int left = task_.plain_end - task_.first_step - 1;
+    int masked = task_.masked_first() * inside - 1;
+    int left = task_.other_edge() * inside - 1;
 #pragma unroll 1
-    for (int g = 0;;) {
+    for (int walk = 0;;) {
       left -= max(masked, 0);
 #pragma unroll 1
       for (; masked > 0; --masked) {
@@ -142,12 +152,13 @@ class BackwardConsumer {
         for (int i = 0; i < L::kTile.unroll; ++i) step<false>();
         wgmma_wait<0>();
       }
-      masked = left = task_.end_step - step_;  // what the far edge of a window cuts
+      masked = left =
+          (task_.stop_step() - step_) * task_.stride() * inside;  // what the other edge cuts
       if (masked > 0) continue;
-      if (++g == grid_.group) break;
-      begin_head(g);
-      masked = task_.plain_begin - task_.first_step;
-      left = task_.plain_end - task_.first_step;
+      if (++walk == walks) break;
+      begin_walk(walk);
+      masked = task_.masked_first();
+      left = task_.other_edge();
     }
   }
 
@@ -165,17 +176,21 @@ class BackwardConsumer {
     return task_.first_key + 64 * warpgroup_ + 16 * (thread_ >> 5) + (thread_ & 31) / 4;
   }
 
-  __device__ __forceinline__ void begin_head(int g) {
-    const int64_t head =
-        int64_t{task_.b * params_.forward.problem.kv_heads + task_.kv_head} * grid_.group + g;
-    dq_head_ = grid_.workspace.dq + head * grid_.workspace.padded_rows * HeadDim +
-               warpgroup_ * (L::kDqBytes / 4);
-    step_ = task_.first_step;
+  // Through one head of the group or, where they come inside, through all.
+  __device__ __forceinline__ void begin_walk(int g) {
+    if constexpr (!kOrdered) {
+      const int64_t head =
+          int64_t{task_.b * params_.forward.problem.kv_heads + task_.kv_head} * grid_.group + g;
+      dq_head_ = grid_.workspace.dq + head * grid_.workspace.padded_rows * HeadDim +
+                 warpgroup_ * (L::kDqBytes / 4);
+    }
+    step_ = task_.start_step();
   }
 
+  static constexpr bool kWithDq = L::kWithDq, kOrdered = L::kOrdered;
   static constexpr bool kTogether = L::kTile.order == BackwardOrder::kTogether;
-  static constexpr bool kDqNextStep = WithDq && L::kTile.dq == BackwardDq::kNextStep;
-  static constexpr bool kDqBeforeDk = WithDq && L::kTile.dq == BackwardDq::kBeforeDk;
+  static constexpr bool kDqNextStep = kWithDq && L::kTile.dq == BackwardDq::kNextStep;
+  static constexpr bool kDqBeforeDk = kWithDq && L::kTile.dq == BackwardDq::kBeforeDk;
   static_assert(!kTogether || !kDqBeforeDk, "dV and dK start together, with nothing between them");
 
   // ---- the pieces of a step
@@ -261,7 +276,7 @@ class BackwardConsumer {
   }
 
   // This warpgroup's half of dS, transposed to rows of queries. kDsBarrier, before issue_dq(),
-  // publishes it, and with it that the previous dQ has left its buffer.
+  // publishes it, and with it that the previous dQ has left its buffer, if this warpgroup adds it.
   __device__ __forceinline__ void store_ds() {
     const uint32_t base = ds_store() + ring_.stage * L::kDsBytes;
 #pragma unroll
@@ -269,6 +284,7 @@ class BackwardConsumer {
       stmatrix_x4_trans(base + j * 2048, ds_[4 * j], ds_[4 * j + 1], ds_[4 * j + 2],
                         ds_[4 * j + 3]);
     fence_async_proxy();
+    if constexpr (kOrdered) return;
     bulk_wait_read<0>();
     if constexpr (Featured)
       dq_target_ = steps_.dq_of(ring_.stage) + warpgroup_ * (L::kDqBytes / 4);
@@ -277,7 +293,12 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ void next_block() {
-    ++step_;
+    if constexpr (!kOrdered) {
+      ++step_;
+    } else if (++group_head_ == grid_.group) {
+      group_head_ = 0;
+      step_ += task_.stride();
+    }
     ring_.advance();
   }
 
@@ -296,13 +317,22 @@ class BackwardConsumer {
 
   __device__ __forceinline__ void store_dq() {
     float (&x)[L::kDqColumns / 2] = dq();
+    const uint32_t to = dq_store_ + dq_ring_.stage * (2 * L::kDqBytes);
+    if constexpr (kOrdered)
+      mbarrier_wait(barriers_.dq_empty + 8 * dq_ring_.stage, dq_ring_.phase ^ 1);
 #pragma unroll
     for (int j = 0; j < L::kDqColumns / 8; ++j)
-      shared_store_f32x4(dq_store_ + j * 2048, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+      shared_store_f32x4(to + j * 2048, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
     fence_async_proxy();
-    named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
-    bulk_reduce_add_f32_if(thread_ == 0, dq_target_, smem_ + L::kDq + warpgroup_ * L::kDqBytes,
-                           L::kDqBytes);
+    if constexpr (kOrdered) {
+      __syncwarp();
+      mbarrier_arrive_if(thread_ % 32 == 0, barriers_.dq_full + 8 * dq_ring_.stage);
+      dq_ring_.advance();
+    } else {
+      named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+      bulk_reduce_add_f32_if(thread_ == 0, dq_target_, smem_ + L::kDq + warpgroup_ * L::kDqBytes,
+                             L::kDqBytes);
+    }
   }
 
   __device__ __forceinline__ void release_q(uint32_t stage) {
@@ -330,7 +360,7 @@ class BackwardConsumer {
     issue_scores();
     if constexpr (!kDqBeforeDk) wgmma_wait<1>();
     if constexpr (kDqNextStep) store_dq();
-    if constexpr (!WithDq) release_previous();
+    if constexpr (!kWithDq) release_previous();
     scores_to_ds<Masked>(true);
   }
 
@@ -385,7 +415,7 @@ class BackwardConsumer {
         wgmma_commit();
       }
     }
-    if constexpr (WithDq) store_ds();
+    if constexpr (kWithDq) store_ds();
     if constexpr (kDqBeforeDk) dq_before_dk(accumulate);
     next_block();
   }
@@ -433,7 +463,7 @@ class BackwardConsumer {
         tma_store_4d(&maps_.dk, from + L::kK, chunk * 64, first_key, task_.kv_head, task_.b);
       }
       bulk_commit();
-      if constexpr (WithDq) report_added();
+      if constexpr (Sum == BackwardSum::kAnyOrder) report_added();
       bulk_wait_read<0>();
     }
   }
@@ -449,7 +479,7 @@ class BackwardConsumer {
 
   // dQ takes the registers of dP, which is consumed before dQ starts, where they are as many;
   // sharing a part of them would serialise the products (C7511).
-  static constexpr bool kOwnDq = WithDq && L::kDqColumns != kRows;
+  static constexpr bool kOwnDq = kWithDq && L::kDqColumns != kRows;
 
   __device__ __forceinline__ float (&dq()) [L::kDqColumns / 2] {
     if constexpr (kOwnDq)
@@ -461,7 +491,7 @@ class BackwardConsumer {
   const BackwardMaps& maps_;
   const BackwardParams& params_;
   const BackwardGrid& grid_;
-  const BackwardTask& task_;
+  const Task& task_;
   const Steps& steps_;
   const BackwardBarriers& barriers_;
   const uint32_t smem_;
@@ -471,14 +501,15 @@ class BackwardConsumer {
   float own_dq_[L::kDqColumns / 2];  // kOwnDq only
   uint32_t p_[kRows / 4], ds_[kRows / 4];
   uint32_t stats_, ds_store_, dq_store_;
-  int step_ = 0;
-  bool is_last_ = false;           // Featured only: this step
-  RingPosition<L::kStages> ring_;  // of Q, lse2, dO, delta and dS
-  float *dq_head_ = nullptr, *dq_target_ = nullptr;
+  int step_ = 0, group_head_ = 0;                    // group_head_: kOrdered only
+  bool is_last_ = false;                             // Featured only: this step
+  RingPosition<L::kStages> ring_;                    // of Q, lse2, dO, delta and dS
+  RingPosition<L::kDqStages> dq_ring_;               // kOrdered only
+  float *dq_head_ = nullptr, *dq_target_ = nullptr;  // otherwise
 };
 
 // What warps 1 to 3 of the loading warpgroup do: warp 1 zeroes a share of a later head's
-// accumulator, the others convert one of an earlier head's.
+// accumulator or adds in order, the others convert a share of an earlier head's.
 template <int HeadDim>
 __device__ __forceinline__ void zero_ahead(const BackwardGrid& grid, int head,
                                            const AccumulatorShare& share, int lane) {
@@ -488,6 +519,41 @@ __device__ __forceinline__ void zero_ahead(const BackwardGrid& grid, int head,
       head * grid.group * grid.workspace.padded_rows + int64_t{share.begin} * kBackwardUnit;
   zero_units(grid.workspace.dq + rows * HeadDim, share.end - share.begin, HeadDim,
              grid.workspace.zeroed + head, lane);
+}
+
+// One thread adds each tile of dQ when the blocks before this one have; the first to reach it
+// stores it, so that nothing need have been zeroed. All it waits for is what blocks of smaller
+// index add, which started earlier and wait for nothing later: the wait ends.
+template <class L, int HeadDim>
+__device__ __forceinline__ void add_in_order(const BackwardParams& params, const BackwardGrid& grid,
+                                             const BackwardOrderedTask& task,
+                                             const BackwardBarriers& barriers, uint32_t smem) {
+  constexpr uint32_t kBytes = 2 * L::kDqBytes;
+  static_assert(kBytes == L::kRows * HeadDim * 4, "both warpgroups' parts are one piece");
+  const int kv_head_index = task.b * params.forward.problem.kv_heads + task.kv_head;
+  const int head_tiles = static_cast<int>(grid.workspace.padded_rows / L::kRows);
+  const int64_t part = task.first_key / L::kKeys % grid.parts.count * grid.parts.floats;
+  float *const dq = grid.workspace.dq + part, *const turns = grid.parts.turns + part;
+  RingPosition<L::kDqStages> ring;
+  for_each_tile_in_order(task, grid.group, [&](int g, int step) {
+    const int tile = (kv_head_index * grid.group + g) * head_tiles + step;
+    const int before = task.adders_before(step, L::kRows, L::kKeys, grid.parts.count);
+    if (before > 0) wait_for_count(turns + tile, before, 20);
+    mbarrier_wait(barriers.dq_full + 8 * ring.stage, ring.phase);
+    float* to = dq + int64_t{tile} * (L::kRows * HeadDim);
+    const uint32_t from = smem + L::kDq + ring.stage * kBytes;
+    if (before > 0)
+      bulk_reduce_add_f32_if(true, to, from, kBytes);
+    else
+      bulk_store(to, from, kBytes);
+    bulk_wait_read<0>();
+    mbarrier_arrive(barriers.dq_empty + 8 * ring.stage);
+    bulk_wait<0>();
+    fence_async_proxy_global();
+    add_release_f32(turns + tile, 1.f);
+    ring.advance();
+  });
+  add_release_f32(grid.workspace.added + kv_head_index, 2.f);  // for both warpgroups
 }
 
 template <class T, int HeadDim>
@@ -513,37 +579,40 @@ __device__ __forceinline__ void convert_behind(const BackwardParams& params,
   convert_row_groups<T, HeadDim>(params, task, grid.scale, warp, lane);
 }
 
-template <class T, int HeadDim, bool WithDq, bool Featured>
+template <class T, int HeadDim, BackwardSum Sum, bool Featured>
 __global__ void __launch_bounds__(384, 1)
     backward_keys_sm90_kernel(const __grid_constant__ BackwardMaps maps,
                               const __grid_constant__ BackwardParams params,
                               const __grid_constant__ BackwardGrid grid) {
-  using L = BackwardLayout<HeadDim, WithDq>;
+  using L = BackwardLayout<HeadDim, Sum>;
   extern __shared__ char raw_smem[];
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
-  __shared__ BackwardTask task;
+  __shared__ BackwardTaskOf<L::kOrdered> task;
   __shared__ ConvertTask<T> convert;
   __shared__ BackwardSteps<L::kRows, Featured> steps;
-  if (threadIdx.x == 0) barriers.init();
-  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
+  if (threadIdx.x == 0) barriers.init<L::kOrdered>();
+  if (threadIdx.x == 32) task = find_task<L::kOrdered>(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
   if constexpr (Featured) count_steps<L>(steps, task, params, grid);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_release<24>();
     if (threadIdx.x >= 32) {
-      if constexpr (WithDq) {
+      if constexpr (L::kWithDq) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         const int head = task.b * params.forward.problem.kv_heads + task.kv_head;
         const AccumulatorShare share(
             static_cast<int>(grid.workspace.padded_rows / kBackwardUnit) * grid.group,
             task.first_key / L::kKeys, grid.key_blocks, grid.triangular);
         grid_dependency_wait();
-        if (warp == 1)
-          zero_ahead<HeadDim>(grid, head, share, lane);
-        else
+        if (warp != 1) {
           convert_behind<T, HeadDim>(params, grid, head, share, convert, warp - 2, lane);
+        } else if constexpr (L::kOrdered) {
+          if (lane == 0) add_in_order<L, HeadDim>(params, grid, task, barriers, smem);
+        } else {
+          zero_ahead<HeadDim>(grid, head, share, lane);
+        }
       }
       return;
     }
@@ -553,8 +622,8 @@ __global__ void __launch_bounds__(384, 1)
       produce<L, HeadDim>(maps, params, grid, task, steps, barriers, smem, threadIdx.x);
   } else {
     registers_claim<240>();
-    BackwardConsumer<T, HeadDim, WithDq, Featured>(maps, params, grid, task, steps, barriers, smem,
-                                                   warpgroup - 1)
+    BackwardConsumer<T, HeadDim, Sum, Featured>(maps, params, grid, task, steps, barriers, smem,
+                                                warpgroup - 1)
         .run();
   }
 }

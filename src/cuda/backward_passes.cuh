@@ -26,6 +26,14 @@ __device__ __forceinline__ Range keys_seen(const Sequence& sequence) {
   return sequence.keys_seen_by(0, sequence.q_len - 1);
 }
 
+// The key blocks that some of these rows sees, of which one sees a key at least: neighbours, since
+// a band of diagonals has no holes.
+__device__ __forceinline__ Range blocks_seen_by(int first_row, int rows, int low, int high,
+                                                int keys_end, int block_keys) {
+  return {max(0, first_row + low) / block_keys,
+          min(keys_end - 1, first_row + rows - 1 + high) / block_keys + 1};
+}
+
 // One unit of one query head: blockIdx.x counts units, then heads from `first_head` on, then
 // batches.
 struct QueryBlock {
@@ -56,26 +64,33 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
   return sum;
 }
 
-// lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse for every head, zeros in the first `lead`
-// key/value heads' accumulators and in all counters.
-// A row that contributes nothing gets lse2 = +inf, which makes its every probability exactly zero;
-// an lse of +inf, which a logit of +inf leaves, must not pass for that. A row without keys can have
-// an lse, its sink.
-template <class T, int HeadDim, bool ZeroDq>
+// lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse for every head; where dQ is accumulated,
+// zeros in the first `lead` key/value heads' accumulators and in all counters. A row that
+// contributes nothing gets lse2 = +inf, which makes its every probability exactly zero; an lse of
+// +inf, which a logit of +inf leaves, must not pass for that. A row without keys can have an lse,
+// its sink.
+template <class T, int HeadDim, BackwardSum Sum>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_prepare_kernel(const __grid_constant__ BackwardParams params, int lead) {
+    backward_prepare_kernel(const __grid_constant__ BackwardParams params, int lead,
+                            const __grid_constant__ BackwardParts parts) {
   // Threads of a row, 16 bytes each; a power of two, for the sum across them.
   constexpr int kLanes = HeadDim <= 64 ? 8 : HeadDim <= 128 ? 16 : 32;
   constexpr int kRows = kBackwardUnit, kRowsAtOnce = kPassThreads / kLanes;
+  constexpr bool kAccumulates = Sum != BackwardSum::kNone;
   const PrefillParams& forward = params.forward;
   const BackwardWorkspace workspace(params);
   const QueryBlock block(forward.problem, workspace.padded_rows);
   const int64_t first_padded = block.head_index * workspace.padded_rows + block.first_row;
 
   const int group = forward.problem.group();
-  if (ZeroDq && threadIdx.x == 0 && block.first_row == 0 && block.head % group == 0)
+  if (kAccumulates && threadIdx.x == 0 && block.first_row == 0 && block.head % group == 0)
     workspace.zeroed[block.head_index / group] = workspace.added[block.head_index / group] = 0.f;
-  if (ZeroDq && block.head_index < int64_t{lead} * group) {
+  if constexpr (Sum == BackwardSum::kInOrder) {
+    if (static_cast<int>(threadIdx.x) < parts.count)
+      parts.turns[threadIdx.x * parts.floats + first_padded / backward_tile_sm90(HeadDim).rows] =
+          0.f;
+  }
+  if (Sum == BackwardSum::kAnyOrder && block.head_index < int64_t{lead} * group) {
     float4* dq = reinterpret_cast<float4*>(workspace.dq + first_padded * HeadDim);
 #pragma unroll
     for (int i = 0; i < kRows * HeadDim / 4 / kPassThreads; ++i)
@@ -115,26 +130,61 @@ __global__ void __launch_bounds__(kPassThreads)
   grid_dependency_trigger();
 }
 
-// dq = scale * accumulator of the last `lead` key/value heads.
+// The sum of what key blocks have added to several accumulators, in the order of the first that
+// did: which have been added to depends on the step of the rows.
 template <class T, int HeadDim>
+__device__ __forceinline__ void convert_sum(const BackwardParts& parts, const Sequence& sequence,
+                                            int first_row, const float4* dq, T* out, int columns,
+                                            bool contributes, float scale) {
+  constexpr int kStepRows = backward_tile_sm90(HeadDim).rows, kAtOnce = 4;
+  Range adders{0, 1};
+  if (parts.count > 1)
+    adders = blocks_seen_by(first_row / kStepRows * kStepRows, kStepRows, sequence.low,
+                            min(sequence.high, 1 << 30), keys_seen(sequence).end, 128);
+  const auto part_of = [&](int block) { return dq + block % parts.count * (parts.floats / 4); };
+#pragma unroll 1
+  for (int first = 0; first < HeadDim / 16; first += kAtOnce) {
+    float4 x[kAtOnce];
+    load_row_group(x, part_of(adders.begin), first);
+#pragma unroll 1
+    for (int i = 1; i < min(parts.count, adders.end - adders.begin); ++i) {
+      float4 more[kAtOnce];
+      load_row_group(more, part_of(adders.begin + i), first);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        x[k] = {x[k].x + more[k].x, x[k].y + more[k].y, x[k].z + more[k].z, x[k].w + more[k].w};
+    }
+    store_row_group<T>(x, first, out, columns, contributes, scale);
+  }
+}
+
+// dq = scale * accumulator of the last `lead` key/value heads.
+template <class T, int HeadDim, BackwardSum Sum>
 __global__ void __launch_bounds__(kPassThreads)
-    backward_finish_kernel(const __grid_constant__ BackwardParams params, int lead) {
+    backward_finish_kernel(const __grid_constant__ BackwardParams params, int lead,
+                           const __grid_constant__ BackwardParts parts) {
   const PrefillParams& forward = params.forward;
   const Problem& problem = forward.problem;
   const BackwardWorkspace workspace(params);
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const QueryBlock block(problem, workspace.padded_rows, (heads - lead) * problem.group());
-  const Range valid = rows_with_keys(Sequence(forward, block.b));
+  const Sequence sequence(forward, block.b);
+  const Range valid = rows_with_keys(sequence);
   const int group = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int t = block.first_row + 8 * group + lane / 4;
   const float* dq =
       workspace.dq + (block.head_index * workspace.padded_rows + block.first_row) * HeadDim;
   grid_dependency_wait();
-  convert_row_group<T, HeadDim, HeadDim / 16>(
-      reinterpret_cast<const float4*>(dq) + group * 128 + lane,
-      static_cast<T*>(params.dq.data) + params.dq.offset(block.b, t, block.head) + 2 * (lane % 4),
-      t < problem.q_len ? problem.head_dim : 0, valid.has(t),
-      static_cast<float>(forward.scores.scale));
+  const float4* from = reinterpret_cast<const float4*>(dq) + group * 128 + lane;
+  T* out =
+      static_cast<T*>(params.dq.data) + params.dq.offset(block.b, t, block.head) + 2 * (lane % 4);
+  const int columns = t < problem.q_len ? problem.head_dim : 0;
+  const float scale = static_cast<float>(forward.scores.scale);
+  if constexpr (Sum == BackwardSum::kInOrder)
+    convert_sum<T, HeadDim>(parts, sequence, block.first_row, from, out, columns, valid.has(t),
+                            scale);
+  else
+    convert_row_group<T, HeadDim, HeadDim / 16>(from, out, columns, valid.has(t), scale);
 }
 
 __global__ static void __launch_bounds__(kSinkThreads)

@@ -10,12 +10,22 @@
 
 namespace flashattn {
 
-// Two ways. Up to H 128 one kernel owns keys and adds dQ to an fp32 accumulator, which a last pass
-// converts. Deterministic calls and larger head dims (whose accumulator L2 could not add fast
-// enough) compute dK, dV and dQ in two kernels and have no accumulator: 7 products instead of 5, no
-// passes over it.
-constexpr bool backward_accumulates_dq(int head_dim, bool deterministic) {
-  return head_dim <= 128 && !deterministic;
+// Whether the featured kernels run, which look at more than the band of the window.
+constexpr bool backward_is_featured(const PrefillParams& forward) {
+  return forward.features.query_segments.data != nullptr || forward.features.mask.data != nullptr ||
+         forward.features.alibi_slopes.data != nullptr || forward.scores.softcap > 0.0;
+}
+
+// Up to H 128 one kernel owns keys and adds dQ to an fp32 accumulator, which a last pass converts;
+// deterministic calls add in a fixed order. Larger head dims (whose accumulator L2 could not add
+// fast enough) and deterministic calls with features (whose blocks skip steps, so that none knows
+// who adds before it) compute dK, dV and dQ in two kernels and have no accumulator: 7 products
+// instead of 5, no passes over it.
+enum class BackwardSum { kNone, kAnyOrder, kInOrder };
+constexpr BackwardSum backward_sum(const BackwardParams& params) {
+  if (params.forward.problem.widest_dim() > 128) return BackwardSum::kNone;
+  if (!params.deterministic) return BackwardSum::kAnyOrder;
+  return backward_is_featured(params.forward) ? BackwardSum::kNone : BackwardSum::kInOrder;
 }
 
 // The compiled head dim that runs this one; the columns between are zero in shared memory. 0: none.
@@ -91,6 +101,43 @@ constexpr int backward_section_sm90(bool triangular, int compiled_head_dim) {
   return !triangular ? 1 : compiled_head_dim == 64 ? 8 : 16;
 }
 
+// The order in which key blocks start: section after section, inside one heads fastest and keys
+// upwards or, where the short blocks are to come first, downwards.
+struct BackwardSections {
+  int heads;         // key/value heads of a section
+  int last;          // the first head of the last section, which has all heads from there on
+  bool short_first;  // all sections but the last; the long blocks of that one fill no end
+};
+
+// Where dQ is added in a fixed order, that of the blocks, a block follows the one before it in its
+// head, and may fall behind where few heads are interleaved: eight, if the queries, dO and dQ that
+// their blocks walk over stay in L2, else four. Under a causal mask the short blocks come first, if
+// so, and walk upwards from the diagonal: each step is then met by one block after the other by
+// itself, but the blocks in flight soon spread over all of the queries. Otherwise the long ones
+// come first, of more heads, whose blocks keep close together; as at the end of every grid.
+constexpr int64_t kOrderedBytes = int64_t{36} << 20;
+constexpr int backward_ordered_section_sm90(const Problem& problem, int64_t walk) {
+  const int64_t rows = int64_t{8} * problem.group() * min_int(walk, problem.q_len);
+  return rows * backward_head_dim_sm90(problem.widest_dim()) * 8 <= kOrderedBytes ? 8 : 4;
+}
+
+constexpr BackwardSections backward_sections_sm90(const PrefillParams& forward, bool ordered) {
+  const Problem& problem = forward.problem;
+  const int heads = problem.batch * problem.kv_heads;
+  const bool triangular = backward_is_triangular(forward);
+  int section = backward_section_sm90(triangular, backward_head_dim_sm90(problem.widest_dim()));
+  int last = 1;
+  bool short_first = false;
+  if (ordered) {
+    section = backward_ordered_section_sm90(
+        problem, int64_t{forward.scores.window_left} + forward.scores.window_right);
+    short_first = triangular && section == 8;
+    last = triangular ? 16 : section;
+    if (triangular && !short_first) section = 16;
+  }
+  return {section, max_int(0, heads - last) / section * section, short_first};
+}
+
 // Query rows of a head by which its accumulator is zeroed and converted.
 constexpr int kBackwardUnit = 64;
 
@@ -98,25 +145,59 @@ constexpr int kBackwardUnit = 64;
 // behind them; the passes before and after do it for as many heads. Ahead: what the blocks in
 // flight need has been asked for a section before. Behind: the blocks in flight, at least, are not
 // waited for. A call with no more heads leaves it all to the passes.
+//
+// In a fixed order the first block to reach a step of dQ stores instead of adding, and nothing is
+// zeroed. Where short blocks come first, those of a section end late, one behind the other, so that
+// two sections do not wait for them.
 struct BackwardLead {
   int zero, convert;
 };
-constexpr BackwardLead backward_lead_sm90(const Problem& problem, bool triangular) {
+constexpr BackwardLead backward_lead_sm90(const PrefillParams& forward, bool ordered) {
+  const Problem& problem = forward.problem;
   const int blocks = (problem.kv_len + 127) / 128, in_flight = 150;
-  const int section =
-      backward_section_sm90(triangular, backward_head_dim_sm90(problem.widest_dim()));
+  const BackwardSections sections = backward_sections_sm90(forward, ordered);
   const int64_t heads = int64_t{problem.batch} * problem.kv_heads;
   const int wave = (in_flight + blocks - 1) / blocks;
-  return {min_int(heads, max_int(2 * section, 2 * wave)), min_int(heads, max_int(section, wave))};
+  if (ordered) {
+    const bool ends_late = sections.heads * blocks < 4 * in_flight;
+    const int behind = ends_late && sections.short_first ? 3 : 1;
+    const int64_t last_section = heads - sections.last;
+    return {0, min_int(heads, max_int(behind * sections.heads, max_int(last_section, wave)))};
+  }
+  return {min_int(heads, max_int(2 * sections.heads, 2 * wave)),
+          min_int(heads, max_int(sections.heads, wave))};
 }
 
 // Query rows of a head in the workspace: whole steps of every tile.
 constexpr int64_t backward_padded_rows(int q_len) { return (int64_t{q_len} + 127) / 128 * 128; }
 
-// Whether the featured kernels run, which look at more than the band of the window.
-constexpr bool backward_is_featured(const PrefillParams& forward) {
-  return forward.features.query_segments.data != nullptr || forward.features.mask.data != nullptr ||
-         forward.features.alibi_slopes.data != nullptr || forward.scores.softcap > 0.0;
+// Accumulators of dQ. In a fixed order, where all heads are one section, its blocks follow each
+// other through the whole call, about 2 us each. They then add to several accumulators by turns,
+// which shortens the chains; the finish pass adds these up, and reads kHopBytes in the meantime.
+constexpr int64_t kHopBytes = int64_t{6} << 20, kPartsBytes = int64_t{64} << 20;
+constexpr int backward_parts_sm90(const Problem& problem) {
+  const int heads = problem.batch * problem.kv_heads, blocks = (problem.kv_len + 127) / 128;
+  const int section = backward_ordered_section_sm90(problem, problem.q_len);
+  if (heads == 0 || heads >= 2 * section) return 1;
+  const int64_t chain = max_int(1, min_int(blocks, 132 / heads));
+  const int64_t bytes = int64_t{problem.batch} * problem.q_heads *
+                        backward_padded_rows(problem.q_len) *
+                        backward_head_dim_sm90(problem.widest_dim()) * 4;
+  int parts = 1;
+  while (parts < chain && (parts + 1) * (parts + 1) * bytes <= chain * kHopBytes &&
+         (parts + 1) * bytes <= kPartsBytes)
+    ++parts;
+  return parts;
+}
+
+// Floats of an accumulator of dQ and its two counters a key/value head, in a fixed order also of a
+// counter a step; then up to what keeps the next one aligned.
+constexpr int64_t backward_part_floats(const Problem& problem, bool ordered) {
+  const int64_t rows =
+      int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
+  const int64_t floats = rows * backward_head_dim_sm90(problem.widest_dim()) +
+                         2 * int64_t{problem.batch} * problem.kv_heads;
+  return ordered ? (floats + rows / kBackwardUnit + 31) / 32 * 32 : floats;
 }
 
 // Whether anything but the band hides pairs. What nobody sees may then lie anywhere, NaN and all. A
@@ -186,23 +267,35 @@ struct BackwardMask {
   constexpr int64_t floats() const { return words_count() + (planes() * blocks * units + 3) / 4; }
 };
 
-// Floats of workspace: lse in log2 units and delta for every row, the accumulator of dQ and its two
-// counters a key/value head, the range of segments of each unit of either kernel, whether the call
-// is to be done again, and the packed mask, if there is one.
-constexpr int64_t backward_workspace(const Problem& problem, bool deterministic,
+// Floats of workspace: lse in log2 units and delta for every row, the accumulators of dQ, the range
+// of segments of each unit of either kernel, whether the call is to be done again, and the packed
+// mask, if there is one.
+constexpr int64_t backward_workspace(const Problem& problem, BackwardSum sum,
                                      const Broadcast* mask) {
   const int head_dim = backward_head_dim_sm90(problem.widest_dim());
   const int64_t rows =
       int64_t{problem.batch} * problem.q_heads * backward_padded_rows(problem.q_len);
-  const bool accumulates = backward_accumulates_dq(problem.widest_dim(), deterministic);
+  const bool accumulates = sum != BackwardSum::kNone, ordered = sum == BackwardSum::kInOrder;
   int64_t floats = rows * 2 + 2 * 2 * backward_segment_ranges(problem) + 1;
-  if (accumulates) floats += rows * head_dim + 2 * int64_t{problem.batch} * problem.kv_heads;
+  if (accumulates)
+    floats += (ordered ? backward_parts_sm90(problem) : 1) * backward_part_floats(problem, ordered);
   if (mask && head_dim != 0) {
     const BackwardUnits units = backward_keys_units(head_dim, accumulates);
     floats += BackwardMask(problem, *mask, units, true).floats();
     if (!accumulates)
       floats += BackwardMask(problem, *mask, backward_dq_units(head_dim), false).floats();
   }
+  return floats;
+}
+
+// The same for whatever a call of these lengths needs.
+constexpr int64_t backward_workspace(const Problem& problem, bool deterministic,
+                                     const Broadcast* mask) {
+  int64_t floats = backward_workspace(problem, BackwardSum::kNone, mask);
+  if (problem.widest_dim() <= 128)
+    floats = max_int(
+        floats, backward_workspace(
+                    problem, deterministic ? BackwardSum::kInOrder : BackwardSum::kAnyOrder, mask));
   return floats;
 }
 
@@ -234,13 +327,26 @@ struct BackwardWorkspace {
     dq = delta + rows;
     zeroed = dq + rows * backward_head_dim_sm90(problem.widest_dim());
     added = zeroed + int64_t{problem.batch} * problem.kv_heads;
-    keys_segments = backward_accumulates_dq(problem.widest_dim(), params.deterministic)
-                        ? added + int64_t{problem.batch} * problem.kv_heads
-                        : dq;
+    keys_segments = backward_sum(params) == BackwardSum::kNone
+                        ? dq
+                        : added + int64_t{problem.batch} * problem.kv_heads;
     dq_segments = keys_segments + 2 * backward_segment_ranges(problem);
     again = dq_segments + 2 * backward_segment_ranges(problem);
     masks = again + 1;
   }
+};
+
+// What a fixed order needs of the workspace besides.
+struct BackwardParts {
+  float* turns;    // (B, N, steps of a head): blocks that have added
+  int64_t floats;  // from an accumulator to the next, and from their turns to the next
+  int count;
+
+  constexpr explicit BackwardParts(const BackwardParams& params)
+      : turns(BackwardWorkspace(params).added +
+              int64_t{params.forward.problem.batch} * params.forward.problem.kv_heads),
+        floats(backward_part_floats(params.forward.problem, true)),
+        count(backward_parts_sm90(params.forward.problem)) {}
 };
 
 // The packed masks of a call, in its workspace; without words if it has no mask.
@@ -249,8 +355,8 @@ inline BackwardMask backward_mask(const BackwardParams& params, bool owns_keys) 
   const Broadcast& mask = params.forward.features.mask;
   if (mask.data == nullptr) return {};
   const int head_dim = backward_head_dim_sm90(problem.widest_dim());
-  const BackwardUnits units = backward_keys_units(
-      head_dim, backward_accumulates_dq(problem.widest_dim(), params.deterministic));
+  const BackwardUnits units =
+      backward_keys_units(head_dim, backward_sum(params) != BackwardSum::kNone);
   BackwardMask packed(problem, mask, units, true);
   float* at = BackwardWorkspace(params).masks;
   if (!owns_keys) {

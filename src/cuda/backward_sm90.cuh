@@ -19,30 +19,31 @@ inline Status launch_backward_pass(const char* name, const void* kernel,
                                    bool programmatic, const Device& device, cudaStream_t stream) {
   const int64_t units = backward_padded_rows(params.forward.problem.q_len) / kBackwardUnit;
   BackwardParams mutable_params = params;
-  void* args[] = {&mutable_params, &lead};
+  BackwardParts parts(params);
+  void* args[] = {&mutable_params, &lead, &parts};
   return launch(
       {name, kernel, dim3(static_cast<unsigned>(units * heads)), kPassThreads, 0, 1, programmatic},
       args, device, stream);
 }
 
 inline BackwardLead backward_lead_of(const BackwardParams& params) {
-  return backward_lead_sm90(params.forward.problem, backward_is_triangular(params.forward));
+  return backward_lead_sm90(params.forward, backward_sum(params) == BackwardSum::kInOrder);
 }
 
-template <class T, int HeadDim, bool ZeroDq>
+template <class T, int HeadDim, BackwardSum Sum>
 Status launch_backward_prepare(const BackwardParams& params, const Device& device,
                                cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim, ZeroDq>);
+  const void* kernel = reinterpret_cast<const void*>(&backward_prepare_kernel<T, HeadDim, Sum>);
   const Problem& problem = params.forward.problem;
   return launch_backward_pass("backward_prepare", kernel, params,
                               int64_t{problem.batch} * problem.q_heads,
                               backward_lead_of(params).zero, false, device, stream);
 }
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, BackwardSum Sum>
 Status launch_backward_finish(const BackwardParams& params, const Device& device,
                               cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(&backward_finish_kernel<T, HeadDim>);
+  const void* kernel = reinterpret_cast<const void*>(&backward_finish_kernel<T, HeadDim, Sum>);
   const int lead = backward_lead_of(params).convert;
   return launch_backward_pass("backward_finish", kernel, params,
                               int64_t{lead} * params.forward.problem.group(), lead, true, device,
@@ -73,8 +74,9 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
 
   const float scale = static_cast<float>(forward.scores.scale);
   const bool triangular = backward_is_triangular(forward);
+  const BackwardSections sections = backward_sections_sm90(forward, L::kOrdered);
   BackwardGrid grid{(problem.kv_len + L::kKeys - 1) / L::kKeys,
-                    backward_section_sm90(triangular, HeadDim),
+                    sections.heads,
                     problem.batch * problem.kv_heads,
                     problem.group(),
                     triangular,
@@ -83,22 +85,23 @@ Status launch_backward_keys(const char* name, const void* kernel, const Backward
                     scale * kLog2e,
                     BackwardWorkspace(params),
                     BackwardCap(forward.scores),
-                    backward_mask(params, true)};
+                    backward_mask(params, true),
+                    sections.last,
+                    sections.short_first,
+                    BackwardParts(params)};
   BackwardParams mutable_params = params;
   void* args[] = {&maps, &mutable_params, &grid};
   const unsigned blocks = static_cast<unsigned>(grid.heads) * grid.key_blocks;
   return launch({name, kernel, dim3(blocks), 384, L::kBytes, 1, true}, args, device, stream);
 }
 
-template <class T, int HeadDim, bool WithDq>
+template <class T, int HeadDim, BackwardSum Sum, bool Featured>
 Status launch_backward_keys_sm90(const BackwardParams& params, const Device& device,
                                  cudaStream_t stream) {
   const void* kernel =
-      backward_is_featured(params.forward)
-          ? reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, WithDq, true>)
-          : reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, WithDq, false>);
-  return launch_backward_keys<BackwardLayout<HeadDim, WithDq>, HeadDim>(
-      "backward_keys_sm90", kernel, params, device, stream);
+      reinterpret_cast<const void*>(&backward_keys_sm90_kernel<T, HeadDim, Sum, Featured>);
+  return launch_backward_keys<BackwardLayout<HeadDim, Sum>, HeadDim>("backward_keys_sm90", kernel,
+                                                                     params, device, stream);
 }
 
 template <class T, int HeadDim, bool Featured>
@@ -111,35 +114,37 @@ Status launch_backward_wide_sm90(const BackwardParams& params, const Device& dev
 }
 
 // Prepare, the kernel that owns keys and adds up dQ, and the pass that converts dQ.
-template <class T, int HeadDim>
+template <class T, int HeadDim, BackwardSum Sum, bool Featured>
 Status launch_backward_accumulating(const BackwardParams& params, const Device& device,
                                     cudaStream_t stream) {
-  if (Status s = launch_backward_prepare<T, HeadDim, true>(params, device, stream); !s.ok())
+  if (Status s = launch_backward_prepare<T, HeadDim, Sum>(params, device, stream); !s.ok())
     return s;
-  if (Status s = launch_backward_keys_sm90<T, HeadDim, true>(params, device, stream); !s.ok())
+  if (Status s = launch_backward_keys_sm90<T, HeadDim, Sum, Featured>(params, device, stream);
+      !s.ok())
     return s;
-  return launch_backward_finish<T, HeadDim>(params, device, stream);
+  return launch_backward_finish<T, HeadDim, Sum>(params, device, stream);
 }
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 Status launch_backward_dkv(const BackwardParams& params, const Device& device,
                            cudaStream_t stream) {
   if constexpr (HeadDim <= 128)
-    return launch_backward_keys_sm90<T, HeadDim, false>(params, device, stream);
+    return launch_backward_keys_sm90<T, HeadDim, BackwardSum::kNone, Featured>(params, device,
+                                                                               stream);
   else
-    return backward_is_featured(params.forward)
-               ? launch_backward_wide_sm90<T, HeadDim, true>(params, device, stream)
-               : launch_backward_wide_sm90<T, HeadDim, false>(params, device, stream);
+    return launch_backward_wide_sm90<T, HeadDim, Featured>(params, device, stream);
 }
 
 // Prepare, dK and dV, dQ: nothing is added up across blocks.
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 Status launch_backward_split(const BackwardParams& params, const Device& device,
                              cudaStream_t stream) {
-  if (Status s = launch_backward_prepare<T, HeadDim, false>(params, device, stream); !s.ok())
+  if (Status s = launch_backward_prepare<T, HeadDim, BackwardSum::kNone>(params, device, stream);
+      !s.ok())
     return s;
-  if (Status s = launch_backward_dkv<T, HeadDim>(params, device, stream); !s.ok()) return s;
-  return launch_backward_dq_sm90<T, HeadDim>(params, device, stream);
+  if (Status s = launch_backward_dkv<T, HeadDim, Featured>(params, device, stream); !s.ok())
+    return s;
+  return launch_backward_dq_sm90<T, HeadDim, Featured>(params, device, stream);
 }
 
 // First: every later kernel may rely on it from its first instruction on.
@@ -180,7 +185,7 @@ Status launch_backward_hiding(const BackwardParams& params, const Device& device
                               cudaStream_t stream) {
   if (!backward_may_be_done_again(params.forward)) return {};
   const BackwardWorkspace workspace(params);
-  const bool accumulates = backward_accumulates_dq(HeadDim, params.deterministic);
+  const bool accumulates = backward_sum(params) != BackwardSum::kNone;
   const auto prepare = [&](BackwardUnits units, float* ranges, bool owns_keys) {
     if (Status s = launch_backward_segments(params, units, ranges, device, stream); !s.ok())
       return s;
@@ -205,21 +210,30 @@ inline Status launch_backward_sinks(const BackwardParams& params, const Device& 
                 args, device, stream);
 }
 
-template <class T, int HeadDim>
+template <class T, int HeadDim, bool Featured>
 Status launch_backward_products(const BackwardParams& params, const Device& device,
                                 cudaStream_t stream) {
   if constexpr (HeadDim <= 128) {
-    if (backward_accumulates_dq(HeadDim, params.deterministic))
-      return launch_backward_accumulating<T, HeadDim>(params, device, stream);
+    if (!params.deterministic)
+      return launch_backward_accumulating<T, HeadDim, BackwardSum::kAnyOrder, Featured>(
+          params, device, stream);
+    if constexpr (!Featured)
+      return launch_backward_accumulating<T, HeadDim, BackwardSum::kInOrder, false>(params, device,
+                                                                                    stream);
   }
-  return launch_backward_split<T, HeadDim>(params, device, stream);
+  if constexpr (HeadDim > 128 || Featured)
+    return launch_backward_split<T, HeadDim, Featured>(params, device, stream);
 }
 
 template <class T, int HeadDim>
 Status launch_backward_sm90(const BackwardParams& params, const Device& device,
                             cudaStream_t stream) {
   if (Status s = launch_backward_hiding<HeadDim>(params, device, stream); !s.ok()) return s;
-  if (Status s = launch_backward_products<T, HeadDim>(params, device, stream); !s.ok()) return s;
+  if (Status s = backward_is_featured(params.forward)
+                     ? launch_backward_products<T, HeadDim, true>(params, device, stream)
+                     : launch_backward_products<T, HeadDim, false>(params, device, stream);
+      !s.ok())
+    return s;
   return launch_backward_sinks(params, device, stream);
 }
 

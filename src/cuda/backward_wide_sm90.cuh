@@ -26,7 +26,7 @@ template <int HeadDim, bool Featured>
 struct BackwardWideLayout {
   static constexpr int kRows = 64, kKeys = 64;
   static constexpr int kStages = 2;  // of Q and of dO
-  static constexpr bool kLooksAhead = true, kAccumulates = false;
+  static constexpr bool kLooksAhead = true, kOrdered = false, kZeroesAhead = false;
   static constexpr int kChunks = HeadDim / 64;
   // The warpgroup of the scores has the exponentials, so where the chunks do not split evenly it
   // takes fewer columns.
@@ -416,8 +416,8 @@ __global__ void __launch_bounds__(384, 1)
   __shared__ BackwardSteps<L::kRows, Featured> steps;
   const uint32_t smem = (shared_address(raw_smem) + 1023) & ~1023u;
   const BackwardBarriers barriers(smem + L::kBarriers);
-  if (threadIdx.x == 0) barriers.init();
-  if (threadIdx.x == 32) task = find_task(params.forward, grid, L::kRows, L::kKeys);
+  if (threadIdx.x == 0) barriers.init<L::kOrdered>();
+  if (threadIdx.x == 32) task = find_task<L::kOrdered>(params.forward, grid, L::kRows, L::kKeys);
   __syncthreads();
   if constexpr (Featured) count_steps<L>(steps, task, params, grid);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);

@@ -23,14 +23,16 @@ std::string number(int64_t n) { return std::to_string(n); }
 std::string describe_backward_products(const BackwardParams& params) {
   const int head_dim = backward_head_dim_sm90(params.forward.problem.widest_dim());
   const std::string suffix = ", head dim " + number(head_dim) + ": ";
-  if (backward_accumulates_dq(head_dim, params.deterministic)) {
+  if (backward_sum(params) != BackwardSum::kNone) {
     return "dK, dV and dQ in one kernel, " + number(backward_tile_sm90(head_dim).rows) +
-           " queries a step" + suffix + "5 products instead of 7, dQ is added up in fp32";
+           " queries a step" + suffix + "5 products instead of 7, dQ is added up in fp32" +
+           (params.deterministic ? ", in a fixed order" : "");
   }
   return "dK and dV in one kernel, dQ in another, " + number(backward_dq_tile_sm90(head_dim).keys) +
          " keys a step" + suffix +
-         (params.deterministic ? "deterministic, nothing is added across blocks"
-                               : "above 128, L2 could not add up dQ fast enough");
+         (head_dim > 128 ? "above 128, L2 could not add up dQ fast enough; deterministic, "
+                         : "deterministic with features, ") +
+         "nothing is added across blocks";
 }
 
 std::string describe_backward_sm90(const BackwardParams& params) {

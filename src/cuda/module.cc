@@ -88,15 +88,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DecodeHandler, decode, binding(),
 
 // Whichever kernel the device of the call gets, the workspace suffices.
 int64_t backward_workspace_of_any_kernel(int batch, int q_len, int kv_len, int q_heads,
-                                         int kv_heads, int head_dim,
+                                         int kv_heads, int head_dim, bool deterministic,
                                          std::optional<std::array<int64_t, 4>> mask) {
   const Problem problem{batch, q_len, kv_len, q_heads, kv_heads, head_dim, head_dim, DType::kBF16};
   const Broadcast broadcast =
       mask ? contiguous_broadcast(nullptr, DType::kPred, *mask) : Broadcast{};
   const Broadcast* given = mask ? &broadcast : nullptr;
-  return std::max({backward_workspace(problem, false, given),
-                   backward_workspace(problem, true, given),
-                   backward_sm80_workspace(batch, q_len, q_heads)});
+  return std::max(backward_workspace(problem, deterministic, given),
+                  backward_sm80_workspace(batch, q_len, q_heads));
 }
 
 // ---- explain: parameters without data, from what Python says of a call

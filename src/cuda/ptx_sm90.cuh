@@ -121,6 +121,14 @@ __device__ __forceinline__ void bulk_reduce_add_f32_if(bool condition, float* gl
       "r"(shared), "r"(bytes), "r"(static_cast<int>(condition))
       : "memory");
 }
+// global[0..bytes) = shared[0..bytes), likewise.
+__device__ __forceinline__ void bulk_store(float* global, uint32_t shared, uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2; "
+      "cp.async.bulk.commit_group;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+}
 // shared[0..bytes) = global[0..bytes), contiguous, 16-byte aligned; completes on the barrier.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes,
                                           uint32_t barrier) {
