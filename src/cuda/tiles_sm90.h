@@ -96,7 +96,7 @@ constexpr TileSm90 kPrefillTilesSm90[] = {
      "three softmaxes share the SM (T 16384: 613 against 505 with two warpgroups)"},
     {64, 64, ScoreKind::kFull, 128, kUnlimited, 2, 128, 2, true, true, true, false, false,
      "one tile holds the queries"},
-    {64, 64, ScoreKind::kFull, 4096, 132, 2, 128, 2, false, true, true, false, true,
+    {64, 64, ScoreKind::kFull, 2048, 132, 2, 128, 2, false, true, true, false, true,
      "few tiles: 128 rows keep more multiprocessors busy than 192 or 256 do, and if it helps 64, "
      "where each warpgroup takes every other block of keys (T 1024, 8 heads: 0.61 of the time; "
      "with more tiles than multiprocessors 0.70 to 1.22)"},
