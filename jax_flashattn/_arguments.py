@@ -22,6 +22,18 @@ def fail(error, op: str, argument: str, problem: str, got, allowed: str):
     raise error(f"{op}: {argument} {problem}, got {got}; {allowed}")
 
 
+def are_known(sizes) -> bool:
+    """Whether none is a symbolic one of jax.export."""
+    return all(isinstance(n, int) for n in sizes)
+
+
+def check_known_sizes(op: str, sizes) -> None:
+    """Of calls whose workspace only the CUDA module can tell from them."""
+    if not are_known(sizes):
+        fail(NotImplementedError, op, "the call", "has symbolic sizes", tuple(sizes),
+             "on CUDA only prefill without gradients takes them: export for each size")  # fmt: skip
+
+
 def check_layout(op: str, layout) -> str:
     if layout not in _axes.LAYOUTS:
         fail(ValueError, op, "layout", "is unknown", repr(layout), f"allowed are {_axes.LAYOUTS}")

@@ -208,10 +208,11 @@ def _emit_decode(platform, operands, results, options):
         return list(_ffi.call("decode", operands, results, **attributes).values())
     check_cuda("decode", operands["query"].dtype, (size["h"], size["v"]))
     padded, results_padded = pad_head_dims(operands, results, options)
+    sizes = [size[name] for name in "btnk"]
+    arguments.check_known_sizes("decode", sizes)
     floats = _ffi.cuda().decode_workspace(
-        size["b"], size["t"], size["n"], size["k"], results_padded["out"].shape[-1],
-        options.num_splits,
-    )  # fmt: skip
+        *sizes, results_padded["out"].shape[-1], options.num_splits
+    )
     workspace = {"workspace": jax.ShapeDtypeStruct((floats,), jnp.float32)}
     outs = _ffi.call("decode", padded, results_padded | workspace, **attributes)
     return [unpad(outs[name], like) for name, like in results.items()]

@@ -201,12 +201,24 @@ def _emit_prefill(platform, operands, results, options):
     check_cuda("prefill", operands["query"].dtype, (size["h"], size["v"]))
     padded, results_padded = pad_head_dims(operands, results, options)
     mask = operands["mask"].shape if "mask" in operands else None
-    size_bytes = _ffi.cuda().prefill_workspace(
-        size["t"], size["s"], size["n"], max(size["h"], size["v"]), mask
-    )
-    workspace = {"workspace": jax.ShapeDtypeStruct((size_bytes,), jnp.uint8)}
+    workspace = {"workspace": jax.ShapeDtypeStruct((_workspace_bytes(size, mask),), jnp.uint8)}
     outs = _ffi.call("prefill", padded, results_padded | workspace, **attributes)
     return [unpad(outs[name], like) for name, like in results.items()]
+
+
+def _workspace_bytes(size, mask):
+    sizes = size["t"], size["s"], size["n"], max(size["h"], size["v"])
+    if arguments.are_known((*sizes, *(mask or ()))):
+        return _ffi.cuda().prefill_workspace(*sizes, mask)
+    counter = _ffi.cuda().prefill_workspace(1, 1, 1, 1, None)
+    if mask is None:
+        return counter
+    # No less than for any sizes: at least 64 keys a block, at most 256 rows a tile, 16 bytes a row and a
+    # byte a tile.
+    batch, heads, rows, keys = (1 if arguments.are_known((n,)) and n == 1 else n for n in mask)
+    rows = 1 if arguments.are_known((rows,)) and rows == 1 else rows + 256
+    blocks = 1 if arguments.are_known((keys,)) and keys == 1 else keys // 64 + 1
+    return counter + batch * heads * rows * blocks * 17
 
 
 def without_keys(operands, results, options):
@@ -381,7 +393,8 @@ def _emit_backward(platform, operands, results, options):
     padded, results_padded = pad_head_dims(operands, results, options)
     widest = max(padded[name].shape[-1] for name in ("query", "value"))
     mask = operands["mask"].shape if "mask" in operands else None
-    lengths = (size[name] for name in "btsnk")
+    lengths = [size[name] for name in "btsnk"]
+    arguments.check_known_sizes("gradients of prefill", (*lengths, *(mask or ())))
     floats = _ffi.cuda().backward_workspace(*lengths, widest, options.deterministic, mask)
     workspace = {"workspace": jax.ShapeDtypeStruct((floats,), jnp.float32)}
     outs = _ffi.call("backward", padded, results_padded | workspace, **attributes)
