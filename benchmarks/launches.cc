@@ -44,6 +44,7 @@ PrefillParams prefill(int head_dim, bool causal) {
   p.problem = {1, kLength, kLength, kHeads, kHeads, head_dim, head_dim, DType::kBF16};
   if (causal) p.scores.window_right = 0;
   p.q = p.k = p.v = p.o = operand(1, kLength, kHeads, head_dim);
+  p.workspace_size = int64_t{1} << 40;
   return p;
 }
 
@@ -96,6 +97,11 @@ void show_all(int head_dim) {
        [&] { return launch_prefill(prefill(head_dim, true), kGeneric, nullptr); });
   show("backward", head_dim,
        [&] { return launch_backward(backward(head_dim, false), kH200, nullptr); });
+  show("backward, soft cap", head_dim, [&] {
+    BackwardParams capped = backward(head_dim, false);
+    capped.forward.scores.softcap = 50;
+    return launch_backward(capped, kH200, nullptr);
+  });
   show("backward, deterministic", head_dim,
        [&] { return launch_backward(backward(head_dim, true), kH200, nullptr); });
   show("backward, generic", head_dim,
