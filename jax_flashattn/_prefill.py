@@ -215,9 +215,9 @@ def _workspace_bytes(size, mask):
         return counter
     # No less than for any sizes: at least 64 keys a block, at most 256 rows a tile, 16 bytes a row and a
     # byte a tile.
-    batch, heads, rows, keys = (1 if arguments.are_known((n,)) and n == 1 else n for n in mask)
-    rows = 1 if arguments.are_known((rows,)) and rows == 1 else rows + 256
-    blocks = 1 if arguments.are_known((keys,)) and keys == 1 else keys // 64 + 1
+    batch, heads, rows, keys = mask
+    rows = 1 if rows == 1 else rows + 256
+    blocks = 1 if keys == 1 else keys // 64 + 1
     return counter + batch * heads * rows * blocks * 17
 
 

@@ -622,6 +622,16 @@ def test_export_with_symbolic_sizes_beside_one(platform):
 
 
 @needs_cuda_build
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_workspaces_beyond_32_bits(deterministic):
+    """Of lengths whose accumulators of dQ have more than 2^31 floats, and masks of as many bytes."""
+    cuda = _ffi.cuda()
+    gradients = [8, 65536, 65536, 64, 64, 128, deterministic, None]
+    assert cuda.backward_workspace(*gradients) > 8 * 65536 * 64 * 128
+    assert cuda.prefill_workspace(1 << 18, 1 << 18, 1, 128, (1, 1, 1 << 18, 1 << 18)) > 1 << 33
+
+
+@needs_cuda_build
 def test_lowering_for_cuda_without_a_gpu(platform):
     case = SMALL.replace(dtype="bfloat16")
     arrays = make_inputs(case)

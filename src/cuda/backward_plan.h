@@ -3,6 +3,7 @@
 #ifndef FLASHATTN_CUDA_BACKWARD_PLAN_H_
 #define FLASHATTN_CUDA_BACKWARD_PLAN_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 
@@ -291,12 +292,10 @@ constexpr int64_t backward_workspace(const Problem& problem, BackwardSum sum,
 // The same for whatever a call of these lengths needs.
 constexpr int64_t backward_workspace(const Problem& problem, bool deterministic,
                                      const Broadcast* mask) {
-  int64_t floats = backward_workspace(problem, BackwardSum::kNone, mask);
-  if (problem.widest_dim() <= 128)
-    floats = max_int(
-        floats, backward_workspace(
-                    problem, deterministic ? BackwardSum::kInOrder : BackwardSum::kAnyOrder, mask));
-  return floats;
+  const int64_t apart = backward_workspace(problem, BackwardSum::kNone, mask);
+  if (problem.widest_dim() > 128) return apart;
+  const BackwardSum sum = deterministic ? BackwardSum::kInOrder : BackwardSum::kAnyOrder;
+  return std::max(apart, backward_workspace(problem, sum, mask));  // may be above 2^31
 }
 
 struct BackwardWorkspace {

@@ -46,12 +46,12 @@ struct PackedMask {
 
 // Bytes of workspace of a prefill: the tile counter, and the packed mask if there is a mask.
 constexpr int64_t kTileCounterBytes = 16;
-constexpr int64_t prefill_workspace(const Problem& problem, const Broadcast& mask, bool has_mask) {
+constexpr int64_t prefill_workspace(const Problem& problem, const Broadcast* mask) {
   int64_t largest = 0;
   for (const TileSm90& tile : kPrefillTilesSm90) {
-    if (!has_mask || !tile.finds_blocks()) continue;
+    if (mask == nullptr || !tile.finds_blocks()) continue;
     if (tile.head_dim != compiled_head_dim_sm90(problem.widest_dim())) continue;
-    const int64_t bytes = PackedMask(tile, problem, mask).bytes();
+    const int64_t bytes = PackedMask(tile, problem, *mask).bytes();
     if (bytes > largest) largest = bytes;
   }
   return kTileCounterBytes + largest;

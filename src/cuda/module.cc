@@ -86,15 +86,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(BackwardHandler, backward, binding(),
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DecodeHandler, decode, binding(),
                               {ffi::Traits::kCmdBufferCompatible});
 
+// ---- workspaces, from what Python says of a call
+
+using MaskShape = std::optional<std::array<int64_t, 4>>;  // none: no mask
+
+std::optional<Broadcast> mask_of_shape(const MaskShape& shape) {
+  if (!shape) return std::nullopt;
+  return contiguous_broadcast(nullptr, DType::kPred, *shape);
+}
+
 // Whichever kernel the device of the call gets, the workspace suffices.
 int64_t backward_workspace_of_any_kernel(int batch, int q_len, int kv_len, int q_heads,
                                          int kv_heads, int head_dim, bool deterministic,
-                                         std::optional<std::array<int64_t, 4>> mask) {
+                                         const MaskShape& mask) {
   const Problem problem{batch, q_len, kv_len, q_heads, kv_heads, head_dim, head_dim, DType::kBF16};
-  const Broadcast broadcast =
-      mask ? contiguous_broadcast(nullptr, DType::kPred, *mask) : Broadcast{};
-  const Broadcast* given = mask ? &broadcast : nullptr;
-  return std::max(backward_workspace(problem, deterministic, given),
+  const std::optional<Broadcast> strides = mask_of_shape(mask);
+  return std::max(backward_workspace(problem, deterministic, strides ? &*strides : nullptr),
                   backward_sm80_workspace(batch, q_len, q_heads));
 }
 
@@ -260,11 +267,10 @@ NB_MODULE(_cuda, m) {
   define_selftests(m);
   m.def("largest_head_dim", [] { return largest(GenericHeadDims{}); });
   m.def("prefill_workspace", [](int q_len, int kv_len, int q_heads, int head_dim,
-                                std::optional<std::array<int64_t, 4>> mask) {
+                                const MaskShape& mask) {
     const Problem problem{1, q_len, kv_len, q_heads, q_heads, head_dim, head_dim, DType::kBF16};
-    const Broadcast broadcast =
-        mask ? contiguous_broadcast(nullptr, DType::kPred, *mask) : Broadcast{};
-    return prefill_workspace(problem, broadcast, mask.has_value());
+    const std::optional<Broadcast> strides = mask_of_shape(mask);
+    return prefill_workspace(problem, strides ? &*strides : nullptr);
   });
   m.def("decode_workspace",
         [](int batch, int q_len, int q_heads, int kv_heads, int value_dim, int num_splits) {

@@ -177,17 +177,11 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// 4 or 8 bytes of read-only global memory, loaded where it is written: ordinary loads sink to their
+// 4 bytes of read-only global memory, loaded where it is written: ordinary loads sink to their
 // first use, behind whole tiles of requests.
 __device__ __forceinline__ uint32_t load_now_b32(const void* global) {
   uint32_t r;
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(r) : "l"(global));
-  return r;
-}
-
-__device__ __forceinline__ uint2 load_now_b64(const void* global) {
-  uint2 r;
-  asm volatile("ld.global.nc.v2.b32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(global));
   return r;
 }
 
