@@ -342,8 +342,8 @@ class BackwardDqConsumer {
         if (Masked && 8 * j + (i & 1) >= (i < 2 ? limit : limit_8)) x = 0.f;
       }
     if (Masked && block_ < task_.far_end)
-      hide_before(task_.first_key(first_row()) - first_key,
-                  task_.first_key(first_row() + 8) - first_key);
+      hide_before<kKeys>(s_, task_.first_key(first_row()) - first_key,
+                         task_.first_key(first_row() + 8) - first_key);
   }
 
   __device__ __forceinline__ void featured_exponentials() {
@@ -359,11 +359,11 @@ class BackwardDqConsumer {
     begin_probabilities(s_, grid_.cap, grid_.scale_log2, steps_, stage, distance, lse2_of);
     const float hidden = grid_.cap.is_given() ? kHiddenTanh : 0.f;
     if (is_cut) {
-      flashattn::hide_from<kKeys>(s_, task_.end_key(first_row()) - first_key,
-                                  task_.end_key(first_row() + 8) - first_key, hidden);
+      hide_from<kKeys>(s_, task_.end_key(first_row()) - first_key,
+                       task_.end_key(first_row() + 8) - first_key, hidden);
       if (block_ < task_.far_end)
-        flashattn::hide_before<kKeys>(s_, task_.first_key(first_row()) - first_key,
-                                      task_.first_key(first_row() + 8) - first_key, hidden);
+        hide_before<kKeys>(s_, task_.first_key(first_row()) - first_key,
+                           task_.first_key(first_row() + 8) - first_key, hidden);
     }
     if (note.mixed()) hide_other_segments<kKeys>(s_, steps_, stage, first_row(), hidden);
     if (note.masked()) hide_by_mask<kKeys>(s_, steps_, stage, first_row(), hidden);
@@ -383,10 +383,6 @@ class BackwardDqConsumer {
     }
   }
   __device__ __forceinline__ bool contributes(int row) const { return lse2_[row] != INFINITY; }
-
-  __device__ __forceinline__ void hide_before(int first, int first_8) {
-    flashattn::hide_before<kKeys>(s_, first, first_8);
-  }
 
   template <bool Masked>
   __device__ __forceinline__ void form_ds() {

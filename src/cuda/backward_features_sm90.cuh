@@ -379,17 +379,6 @@ using BackwardSteps = std::conditional_t<Featured, FoundSteps<Entries>, EverySte
 // ---- scores to probabilities, on the fragments of either kind of kernel: rows are what a block
 // owns, columns what it walks over
 
-// Columns before `first` (`first_8` in the second row) are hidden from the row.
-template <int Columns>
-__device__ __forceinline__ void hide_before(float (&x)[Columns / 2], int first, int first_8,
-                                            float hidden = 0.f) {
-#pragma unroll
-  for (int j = 0; j < Columns / 8; ++j)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (8 * j + (i & 1) < (i < 2 ? first : first_8)) x[4 * j + i] = hidden;
-}
-
 // Of the thread's rows, the first of which is `entry`.
 template <int Columns>
 __device__ __forceinline__ void hide_other_segments(float (&x)[Columns / 2],

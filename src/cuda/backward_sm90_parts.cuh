@@ -131,15 +131,25 @@ __device__ __forceinline__ void probabilities(float (&s)[Rows / 2], uint32_t lse
   }
 }
 
-// The other end of a window: queries from `end` on (`end_8` in the second row) do not see the key.
-template <int Rows>
-__device__ __forceinline__ void hide_from(float (&p)[Rows / 2], int end, int end_8,
+// The ends of what the window leaves to a row of the fragment and to the one 8 further: columns
+// from `end` on, and columns before `first`, are hidden from it.
+template <int Columns>
+__device__ __forceinline__ void hide_from(float (&x)[Columns / 2], int end, int end_8,
                                           float hidden = 0.f) {
 #pragma unroll
-  for (int j = 0; j < Rows / 8; ++j)
+  for (int j = 0; j < Columns / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (8 * j + (i & 1) >= (i < 2 ? end : end_8)) p[4 * j + i] = hidden;
+      if (8 * j + (i & 1) >= (i < 2 ? end : end_8)) x[4 * j + i] = hidden;
+}
+template <int Columns>
+__device__ __forceinline__ void hide_before(float (&x)[Columns / 2], int first, int first_8,
+                                            float hidden = 0.f) {
+#pragma unroll
+  for (int j = 0; j < Columns / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (8 * j + (i & 1) < (i < 2 ? first : first_8)) x[4 * j + i] = hidden;
 }
 
 template <class T, int Words>
