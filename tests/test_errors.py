@@ -359,6 +359,68 @@ def test_raw_call_with_bad_operands(platform, changes):
         raw_call("prefill", prefill_arguments(**changes), prefill_results(platform))
 
 
+def raw_workspace_calls():
+    """(op, operands, results, floats or bytes of workspace) of calls that use some on a GPU."""
+    forward = prefill_arguments()
+    out, lse = array(2, 9, 4, 24), jnp.zeros((2, 9, 4), jnp.float32)
+    mask = jnp.ones((2, 4, 9, 11), bool)
+    shaped = dict(out=out, lse=lse)
+    backward = forward | shaped | dict(dout=out)
+    grads = dict(dquery=forward["query"], dkey=forward["key"], dvalue=forward["value"])
+    split = decode_arguments(
+        query=array(1, 1, 4, 16), seq_lens=jnp.full((1,), 7, jnp.int32),
+        key_cache=array(1, 4096, 1, 16), value_cache=array(1, 4096, 1, 16),
+    )  # fmt: skip
+    decoded = dict(out=array(1, 1, 4, 16), lse=jnp.zeros((1, 1, 4), jnp.float32))
+    cuda = _ffi.cuda()
+    sizes = (2, 9, 4, 11, 2)
+    return {
+        "prefill": ("prefill", forward, shaped, cuda.prefill_workspace(9, 11, 4, 24, None), {}),
+        "prefill-mask": (
+            "prefill", forward | dict(mask=mask), shaped,
+            cuda.prefill_workspace(9, 11, 4, 24, mask.shape), {},
+        ),
+        "backward": (
+            "backward", backward, grads, cuda.backward_workspace(*sizes, 24, False, None), {},
+        ),
+        "backward-deterministic": (
+            "backward", backward, grads, cuda.backward_workspace(*sizes, 24, True, None),
+            dict(deterministic=True),
+        ),
+        "backward-mask": (
+            "backward", backward | dict(mask=mask), grads,
+            cuda.backward_workspace(*sizes, 24, False, mask.shape), {},
+        ),
+        "decode": (
+            "decode", split, decoded, cuda.decode_workspace(1, 1, 4, 1, 16, 16),
+            dict(num_splits=16),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["prefill", "prefill-mask", "backward", "backward-deterministic", "backward-mask", "decode"],
+)
+def test_raw_call_with_a_small_workspace(platform, call):
+    """What a kernel is given is compared with what it uses before any of it is written."""
+    if platform.name == "cpu":
+        pytest.skip("the CPU kernels have no workspace")
+    op, operands, results, size, attributes = raw_workspace_calls()[call]
+    if op == "prefill" and jax_flashattn.explain(op, **operands).kernel != "sm90":
+        pytest.skip("only the Hopper prefill has a workspace")
+    results = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in results.items()}
+    dtype = "uint8" if op == "prefill" else "float32"
+
+    def run(size):
+        workspace = {"workspace": jax.ShapeDtypeStruct((size,), dtype)}
+        return raw_call(op, operands, results | workspace, attributes)
+
+    run(size)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{op}.*workspace"):
+        run(size // 8)
+
+
 @pytest.mark.parametrize("missing", ["query", "key", "value"])
 def test_raw_call_with_missing_operands(platform, missing):
     operands = prefill_arguments()

@@ -228,6 +228,12 @@ Status launch_backward_products(const BackwardParams& params, const Device& devi
 template <class T, int HeadDim>
 Status launch_backward_sm90(const BackwardParams& params, const Device& device,
                             cudaStream_t stream) {
+  const Broadcast& mask = params.forward.features.mask;
+  const int64_t needed = backward_workspace(params.forward.problem, backward_sum(params),
+                                            mask.data == nullptr ? nullptr : &mask);
+  if (params.workspace_size < needed)
+    return {"backward_sm90: workspace is too small, got " + std::to_string(params.workspace_size) +
+            " of " + std::to_string(needed) + " floats"};
   if (Status s = launch_backward_hiding<HeadDim>(params, device, stream); !s.ok()) return s;
   if (Status s = backward_is_featured(params.forward)
                      ? launch_backward_products<T, HeadDim, true>(params, device, stream)

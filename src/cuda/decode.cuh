@@ -154,7 +154,7 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, const TileRing<S
     const uint32_t next_tokens = ring.map().present(tile + ahead, next, keys);
     present.set(stage, next_tokens);
 
-    wait_for_oldest(stages);
+    wait_for_oldest<kDecodeMaxStages>(stages);
     __syncwarp();
     TileScores<Shape> scores;
     score_tile<Shape>(scores, ring.keys(stage), query, lane);
@@ -166,7 +166,7 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, const TileRing<S
     TileWeights<Shape> weights;
     weigh_tile<Shape>(state, scores, weights, to_log2);
 
-    wait_for_oldest(stages);
+    wait_for_oldest<kDecodeMaxStages>(stages);
     __syncwarp();
     if constexpr (Shape::kByteCache) {
       if (rule.value_scales_by_page()) {
@@ -301,7 +301,7 @@ Status launch_decode_lean(const DecodeParams& params, const DecodePlan& plan, co
   const unsigned pairs = static_cast<unsigned>(problem.batch) * problem.kv_heads;
   const dim3 grid(pairs * plan.cluster, plan.splits / plan.cluster);
   const DecodeArgs args = decode_args(params, plan);
-  const LeanArgs lean = lean_args(params, plan, args);
+  const auto lean = lean_args<Shape>(params, plan, args);
   const Status status = launch_kernel("decode_lean", kernel, grid, &lean, plan, device, stream);
   if (!status.ok() || !plan.combines()) return status;
   return launch_decode_combine<typename Shape::Element>(args, device, stream);

@@ -130,8 +130,14 @@ struct TokenScales {
       : keys(reinterpret_cast<float*>(data)), values(keys + Shape::kTileTokens) {}
 };
 
-// Until the oldest of the 2 * stages groups in flight has landed.
+// Until the oldest of the 2 * stages groups in flight has landed. Many possible numbers of stages
+// make a table of jumps, which itself has to come from memory.
+template <int MostStages>
 __device__ __forceinline__ void wait_for_oldest(int stages) {
+  if constexpr (MostStages <= 2) {
+    if (stages == 1) return cp_async_wait<1>();
+    return cp_async_wait<3>();
+  }
   switch (stages) {
     case 1:
       return cp_async_wait<1>();

@@ -13,10 +13,18 @@ namespace flashattn {
 template <int Cluster, bool Featured>
 constexpr bool kHasLeanKernel = kHasClusters || (Cluster == 1 && !Featured);
 
+// What several new tokens need besides: for the query's addresses, so in front of all else.
+struct LeanSeveralTokens {
+  int group, last_token, query_token, out_token, lse_token;
+  FastDivisor heads_of_token;
+};
+struct LeanOneToken {};
+
 // What the lean kernel reads. What every call reads comes first, its end included: each further
 // line of the parameters is a miss. Strides of what it loads are in bytes, of what it stores in
-// elements, and 0 where all sequences share an operand.
-struct LeanArgs {
+// elements, and 0 where all sequences share an operand. One column block is compiled for one token.
+template <class Shape>
+struct LeanArgs : std::conditional_t<Shape::kColumnBlocks == 1, LeanOneToken, LeanSeveralTokens> {
   const int32_t* lengths;
   const char* query;
   const int32_t* page_table;  // null: contiguous
@@ -39,8 +47,6 @@ struct LeanArgs {
 
   int table_step, num_pages;  // pages
   FastDivisor page_size;
-  int group, last_token, query_token, out_token, lse_token;  // several new tokens
-  FastDivisor heads_of_token;
   float* partial_outs;
   float4* partial_stats;
 
@@ -53,10 +59,10 @@ struct LeanArgs {
 template <class Shape, int Warps, int Cluster, bool Featured>
 struct LeanSite {
   static constexpr bool kFeatured = Featured;
-  const LeanArgs& args;
+  const LeanArgs<Shape>& args;
   int batch, kv_head;
 
-  __device__ explicit LeanSite(const LeanArgs& call) : args(call) {
+  __device__ explicit LeanSite(const LeanArgs<Shape>& call) : args(call) {
     const int pair = blockIdx.x / Cluster;
     batch = divide(pair, args.kv_heads);
     kv_head = pair - batch * static_cast<int>(args.kv_heads.divisor);
@@ -72,8 +78,10 @@ struct LeanSite {
   static constexpr __device__ DecodeSmem smem() {
     return decode_smem(Shape::kHeadDim, Shape::kWidth, Shape::kColumnBlocks, Warps, 1, Cluster);
   }
+  static constexpr int kMostStages = decode_most_stages(Shape::kRowBytes, Shape::kWidth, Cluster);
+  __device__ int stages() const { return kMostStages == 1 ? 1 : args.stages; }
   __device__ int warp_region() const {
-    return decode_warp_region(Shape::kHeadDim, Shape::kWidth, args.stages);
+    return decode_warp_region(Shape::kHeadDim, Shape::kWidth, stages());
   }
 
   // The first key that any row sees.
@@ -81,23 +89,36 @@ struct LeanSite {
     return Featured ? max(0, length - 1 - last_token() - args.window) : 0;
   }
 
-  // One column block is compiled for one token.
   static constexpr bool kOneToken = Shape::kColumnBlocks == 1;
-  __device__ int last_token() const { return kOneToken ? 0 : args.last_token; }
-  __device__ int token(int row) const { return kOneToken ? 0 : divide(row, args.heads_of_token); }
+  __device__ int last_token() const {
+    if constexpr (kOneToken)
+      return 0;
+    else
+      return args.last_token;
+  }
+  __device__ int token(int row) const {
+    if constexpr (kOneToken)
+      return 0;
+    else
+      return divide(row, args.heads_of_token);
+  }
   __device__ int head(int row) const {
-    if constexpr (kOneToken) return kv_head * args.rows + row;
-    return kv_head * args.group + row - token(row) * args.group;
+    if constexpr (kOneToken)
+      return kv_head * args.rows + row;
+    else
+      return kv_head * args.group + row - token(row) * args.group;
   }
   // Columns behind the rows repeat the last one; they are never stored.
   __device__ int row_of_column(int column) const { return min(column, args.rows - 1); }
 
   __device__ OutputRow<typename Shape::Element> output(int row) const {
     const int of_head = head(row), of_token = token(row);
-    const int64_t out = batch * args.out_sequence + int64_t{of_token} * args.out_token +
-                        int64_t{of_head} * args.out_head;
-    const int64_t lse = batch * args.lse_sequence + int64_t{of_token} * args.lse_token +
-                        int64_t{of_head} * args.lse_head;
+    int64_t out = batch * args.out_sequence + int64_t{of_head} * args.out_head;
+    int64_t lse = batch * args.lse_sequence + int64_t{of_head} * args.lse_head;
+    if constexpr (!kOneToken) {
+      out += int64_t{of_token} * args.out_token;
+      lse += int64_t{of_token} * args.lse_token;
+    }
     return {static_cast<typename Shape::Element*>(args.out) + out,
             args.lse ? args.lse + lse : nullptr,
             args.sinks ? args.sinks + int64_t{batch} * args.sinks_step + of_head : nullptr,
@@ -112,27 +133,61 @@ struct LeanSite {
   }
 };
 
-template <class Shape>
-struct LeanQuery {
-  ColumnFragments<Shape> columns[Shape::kColumnBlocks];
+// The query of a block, loaded once, 16 bytes a thread, and shared like a tile whose tokens are its
+// rows. Loaded by fragments, every lane of every warp would have an instruction for 4 bytes, all in
+// front of the first tiles.
+template <class Shape, int Warps>
+class LeanQuery {
+ public:
+  static constexpr int kPieces = Shape::kRows * Shape::kRowChunks;
+  static constexpr int kPasses = divide_up(kPieces, 32 * Warps);
 
   template <class Site>
-  __device__ LeanQuery(const Site& site, int lane) {
-    const LeanArgs& args = site.args;
+  __device__ void ask(const Site& site) {
+    const LeanArgs<Shape>& args = site.args;
 #pragma unroll
-    for (int c = 0; c < Shape::kColumnBlocks; ++c) {
-      const int row = site.row_of_column(c * kDecodeColumns + lane / 4);
-      const char* data =
-          args.query + site.batch * args.query_sequence + int64_t{site.head(row)} * args.query_head;
+    for (int i = 0; i < kPasses; ++i) {
+      const int piece = threadIdx.x + i * 32 * Warps;
+      if (kPieces % (32 * Warps) != 0 && piece >= kPieces) break;
+      const int row = site.row_of_column(piece / Shape::kRowChunks);
+      const char* data = args.query + site.batch * args.query_sequence +
+                         int64_t{site.head(row)} * args.query_head + piece % Shape::kRowChunks * 16;
       if constexpr (!Site::kOneToken) data += int64_t{site.token(row)} * args.query_token;
-      load_query_row<Shape>(columns[c], reinterpret_cast<const typename Shape::Element*>(data),
-                            Shape::kHeadDim, lane);
+      pieces_[i] = load_now_16(data);
     }
   }
+
+  // Waits for it. The whole block calls it.
+  __device__ void share(uint32_t smem, int lane) {
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int piece = threadIdx.x + i * 32 * Warps;
+      if (kPieces % (32 * Warps) != 0 && piece >= kPieces) break;
+      store_shared_16(smem + Shape::place(piece / Shape::kRowChunks, piece % Shape::kRowChunks),
+                      pieces_[i]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < Shape::kColumnBlocks; ++c)
+#pragma unroll
+      for (int j = 0; j < Shape::kDimBlocks; j += 2) {
+        uint32_t x[4];
+        ldmatrix_x4(x, smem + Shape::place(c * kDecodeColumns + lane % 8, 2 * j + lane / 8));
+        columns_[c][j][0] = x[0];
+        columns_[c][j][1] = x[1];
+        columns_[c][j + 1][0] = x[2];
+        columns_[c][j + 1][1] = x[3];
+      }
+  }
+
   __device__ uint2 get(int column_block, int dim_block, int) const {
-    const auto& pair = columns[column_block][dim_block];
+    const auto& pair = columns_[column_block][dim_block];
     return make_uint2(pair[0], pair[1]);
   }
+
+ private:
+  uint4 pieces_[kPasses];
+  ColumnFragments<Shape> columns_[Shape::kColumnBlocks];
 };
 
 // The tokens of a tile that are read. Only the featured kernel has a begin and holes.
@@ -253,7 +308,7 @@ class LeanRing {
     }
   }
 
-  const LeanArgs& args_;
+  const LeanArgs<Shape>& args_;
   int batch_, lane_row_;
   uint32_t ring_, lane_place_;
   const char *keys_, *values_;  // the lane's first chunk of page 0, token 0
@@ -343,14 +398,16 @@ __device__ __forceinline__ void ask_tile(const LeanRing<Shape, Featured>& ring, 
 }
 
 template <class Shape, int Warps, int Cluster, bool Featured>
-__device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char* smem) {
+__device__ __forceinline__ void decode_lean(const LeanArgs<Shape>& args, unsigned char* smem) {
   constexpr int kTokens = Shape::kTileTokens;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stages = args.stages;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   using Site = LeanSite<Shape, Warps, Cluster, Featured>;
   const Site site(args);
+  const int stages = site.stages();
   const int found_length =
       static_cast<int>(load_now_b32(args.lengths + int64_t{site.batch} * args.length_step));
-  const LeanQuery<Shape> query(site, lane);
+  LeanQuery<Shape, Warps> query;
+  query.ask(site);
 
   const LeanRing<Shape, Featured> ring(site, smem, warp, lane);
   const int step = site.splits() * site.warps();
@@ -392,6 +449,7 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     }
     ask_tile(ring, i, place, read, tile < end);
   }
+  query.share(shared_address(smem + site.smem().query), lane);
   merge.wait_until_open();
 
   WarpState<Shape> state;
@@ -412,7 +470,7 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
       holes.set(stage, next_read.holes);
     }
 
-    wait_for_oldest(stages);
+    wait_for_oldest<Site::kMostStages>(stages);
     __syncwarp();
     TileScores<Shape> scores;
     score_tile<Shape>(scores, ring.keys(stage), query, lane);
@@ -431,7 +489,7 @@ __device__ __forceinline__ void decode_lean(const LeanArgs& args, unsigned char*
     TileWeights<Shape> weights;
     weigh_tile<Shape>(state, scores, weights, to_log2);
 
-    wait_for_oldest(stages);
+    wait_for_oldest<Site::kMostStages>(stages);
     __syncwarp();
     if (!Featured && tokens < kTokens) ring.clear_values(stage, tokens);
     accumulate_values<Shape>(state, ring.values(stage), weights, lane);
@@ -451,7 +509,7 @@ template <class Shape, int Warps, int Cluster, bool Featured>
 __global__ void __launch_bounds__(32 * Warps, Shape::kColumnBlocks == 1 && Shape::kHeadDim <= 128
                                                   ? 16 / Warps
                                                   : 1)
-    decode_lean_kernel(const __grid_constant__ LeanArgs args) {
+    decode_lean_kernel(const __grid_constant__ LeanArgs<Shape> args) {
   extern __shared__ __align__(1024) unsigned char smem[];
   if constexpr (kHasLeanKernel<Cluster, Featured>)
     decode_lean<Shape, Warps, Cluster, Featured>(args, smem);
@@ -462,11 +520,12 @@ __global__ void __launch_bounds__(32 * Warps, Shape::kColumnBlocks == 1 && Shape
 // Where sequence b finds an operand with `batches` of them, `stride` apart: b * step.
 constexpr int64_t sequence_step(int batches, int64_t stride) { return batches == 1 ? 0 : stride; }
 
-inline LeanArgs lean_args(const DecodeParams& params, const DecodePlan& plan,
+template <class Shape>
+LeanArgs<Shape> lean_args(const DecodeParams& params, const DecodePlan& plan,
                           const DecodeArgs& call) {
   const int width = byte_width(params.cache_dtype);
   const auto bytes = [&](int64_t elements) { return static_cast<int>(elements * width); };
-  LeanArgs args = {};
+  LeanArgs<Shape> args;
   args.lengths = params.seq_lens.data;
   args.query = static_cast<const char*>(params.q.data);
   args.page_table = params.page_table.data;
@@ -486,11 +545,15 @@ inline LeanArgs lean_args(const DecodeParams& params, const DecodePlan& plan,
   args.key_token = bytes(params.k.seq);
   args.value_token = bytes(params.v.seq);
   args.capacity = params.problem.kv_len;
-  args.group = params.problem.group();
-  args.rows = params.problem.q_len * args.group;
-  args.last_token = params.problem.q_len - 1;
-  args.heads_of_token = call.group;
-  args.query_token = bytes(params.q.seq);
+  args.rows = params.problem.q_len * params.problem.group();
+  if constexpr (Shape::kColumnBlocks > 1) {
+    args.group = params.problem.group();
+    args.last_token = params.problem.q_len - 1;
+    args.heads_of_token = call.group;
+    args.query_token = bytes(params.q.seq);
+    args.out_token = static_cast<int>(params.o.seq);
+    args.lse_token = static_cast<int>(params.lse.seq);
+  }
   args.stages = call.stages;
   args.eager = plan.eager;
   args.page_size = call.page_size;
@@ -503,8 +566,6 @@ inline LeanArgs lean_args(const DecodeParams& params, const DecodePlan& plan,
   args.lse_sequence = params.lse.batch;
   args.out_head = static_cast<int>(params.o.head);
   args.lse_head = static_cast<int>(params.lse.head);
-  args.out_token = static_cast<int>(params.o.seq);
-  args.lse_token = static_cast<int>(params.lse.seq);
   args.sinks_step = static_cast<int>(sequence_step(params.sinks.batches, params.sinks.width));
   args.partial_outs = call.partial_outs;
   args.partial_stats = call.partial_stats;

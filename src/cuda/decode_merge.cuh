@@ -291,28 +291,29 @@ class BlockMerge {
     constexpr int kFewestThreads = Site::kFewestThreads;
     constexpr int kPasses = divide_up(kDecodeColumns * kItems, kFewestThreads);
     const int cluster = site_.cluster(), shift = __ffs(cluster) - 1;
-    float4 values[kPasses];
+    float4 values[kPasses], stats[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int item = threadIdx.x + i * threads();
-      if (item < items) values[i] = merge_warps(item, weigh_warps(item / kItems));
+      if (item >= items) break;
+      const WarpWeights w = weigh_warps(item / kItems);
+      values[i] = merge_warps(item, w);
+      stats[i] = w.stats.packed();
     }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const int item = threadIdx.x + i * threads();
+      const int item = threadIdx.x + i * threads(), in_row = item % kItems;
       if (item >= items) break;
       const int owner = item & (cluster - 1);
       const int slot = (c * kDecodeColumns * kItems + item) >> shift;
       store_async(cluster_address(received(site_.split(), slot), owner), values[i],
                   cluster_address(barrier(), owner));
+      // The first items of a row take its sums along, one to each block.
+      if (in_row < cluster)
+        store_async(cluster_address(
+                        received_stats(site_.split(), c * kDecodeColumns + item / kItems), owner),
+                    stats[i], cluster_address(barrier(), owner));
     }
-    // The last threads have the fewest items.
-    const int last = threads() - 1 - threadIdx.x;
-    const int column = last % kDecodeColumns, owner = last / kDecodeColumns;
-    if (owner < cluster && column * kItems < items)
-      store_async(
-          cluster_address(received_stats(site_.split(), c * kDecodeColumns + column), owner),
-          weigh_warps(column).stats.packed(), cluster_address(barrier(), owner));
   }
 
   // Merges and stores this block's items. What does not depend on the others' is worked out in

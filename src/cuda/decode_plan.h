@@ -42,6 +42,13 @@ constexpr int decode_most_warps(int tile_bytes) {
 // Whether two blocks of a cluster launch fit an SM; they have few warps then.
 constexpr bool decode_clusters_share_sm(int row_bytes) { return row_bytes <= 128; }
 
+// Tiles of keys, and of values, in a warp's ring. At head dim 64, one was the fastest on every
+// shape. A third one of a cluster's blocks is no gain (1 sequence of 8192, 8 heads of 128: 10.3 us
+// with two, 10.7 with three).
+constexpr int decode_most_stages(int row_bytes, int cache_width, int cluster) {
+  return row_bytes == 128 && cache_width == 2 ? 1 : cluster > 1 ? 2 : kDecodeMaxStages;
+}
+
 // Where there is a lean kernel. It keeps its query in registers.
 constexpr bool decode_has_lean(int head_dim, int column_blocks) {
   return column_blocks <= 2 && decode_query_in_registers(head_dim, column_blocks);
@@ -68,7 +75,7 @@ struct DecodeSmem {
   int stats;           // of each warp and column of one column block
   int received_stats;  // cluster: of each block and query row
   int received;        // cluster: this block's share of the accumulators of each block
-  int query;           // fragments, when not in registers
+  int query;           // lean: its rows; else fragments, when not in registers
   int query_scales;    // 8-bit caches: a float for each query row
   int rings;           // one for each warp, later its staged accumulators
   int warp_region;     // the distance between them
@@ -96,9 +103,8 @@ constexpr DecodeSmem decode_smem(int head_dim, int cache_width, int column_block
   smem.stats = 16;
   smem.received_stats = smem.stats + kDecodeMaxWarps * kDecodeColumns * kDecodeStatsBytes;
   smem.received = smem.received_stats + (cluster > 1 ? cluster * rows * kDecodeStatsBytes : 0);
-  smem.query = smem.received + (cluster > 1 ? rows * head_dim * 4 : 0);
-  smem.query_scales =
-      smem.query + (decode_query_in_registers(head_dim, column_blocks) ? 0 : rows * head_dim * 2);
+  smem.query = divide_up(smem.received + (cluster > 1 ? rows * head_dim * 4 : 0), 128) * 128;
+  smem.query_scales = smem.query + rows * head_dim * 2;
   smem.rings = divide_up(smem.query_scales + (cache_width == 1 ? rows * 4 : 0), 128) * 128;
   smem.warp_region = decode_warp_region(head_dim, cache_width, stages);
   smem.scales = smem.rings + warps * smem.warp_region;
@@ -248,10 +254,9 @@ constexpr Cut choose_cut(const DecodeParams& params, const Work& work, const Dec
 }
 
 // Warps and stages: 128 to 192 KB of requests in flight on each SM, spread over the blocks it
-// holds; a third stage of a cluster's blocks is no gain (1 sequence of 8192, 8 heads of 128: 10.3
-// us with two, 10.7 with three). Blocks that share an SM have one stage: four of them keep memory
-// busier than three with two stages while others begin and end (64 sequences of 4096, 8 heads of
-// 128: 240.6 us against 250.9).
+// holds. Blocks that share an SM have one stage: four of them keep memory busier than three with
+// two stages while others begin and end (64 sequences of 4096, 8 heads of 128: 240.6 us against
+// 250.9).
 constexpr void choose_rings(const DecodeParams& params, const Work& work,
                             const DecodeDevice& device, int head_dim, DecodePlan* plan) {
   const int width = byte_width(params.cache_dtype);
@@ -261,8 +266,7 @@ constexpr void choose_rings(const DecodeParams& params, const Work& work,
   plan->warps =
       shares_sm && !params.batch_invariant ? kDecodeFewWarps : decode_most_warps(tile_bytes);
   const int budget = tile_bytes >= 8192 || plan->cluster > 1 ? 128 << 10 : 192 << 10;
-  // At head dim 64, one stage was the fastest on every shape.
-  const int most = shares_sm || (work.row_bytes == 128 && width == 2) ? 1 : kDecodeMaxStages;
+  const int most = shares_sm ? 1 : decode_most_stages(work.row_bytes, width, plan->cluster);
   const int wanted = divide_up(work.tiles, int64_t{plan->splits} * plan->warps);
   plan->stages =
       max_int(1, min_int(min_int(wanted, most), budget / (plan->warps * 2 * tile_bytes)));

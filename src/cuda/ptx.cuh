@@ -185,6 +185,15 @@ __device__ __forceinline__ uint32_t load_now_b32(const void* global) {
   return r;
 }
 
+// The same of 16 bytes.
+__device__ __forceinline__ uint4 load_now_16(const void* global) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(global));
+  return v;
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"

@@ -8,6 +8,7 @@
 #ifndef FLASHATTN_CUDA_SOFTMAX_SM90_CUH_
 #define FLASHATTN_CUDA_SOFTMAX_SM90_CUH_
 
+#include <climits>
 #include <cmath>
 #include <cstdint>
 
@@ -25,7 +26,8 @@ struct OnlineRows {
   float ref[2];       // log2 units
   float sum[2];       // this thread's share of the sum of p
   float factor[2];    // what O has to be multiplied with before the next product is added
-  bool o_is_behind;   // some factor of the warp is not 1
+  int o_is_behind;    // 0: all factors of the warp are 1; 1: not; 1 + n: not, after raises in n
+                      // blocks on end
   bool use_maximum;   // the warp takes the row maximum for the rest of the tile
   bool wait_for_key;  // so it does as long as some of its rows has met no key to speak of; any
                       // mask only
@@ -156,6 +158,27 @@ __device__ __forceinline__ float2 partial_maximum(const float (&s)[N], int any_r
   return {fmaxf(best[0], best[1]), fmaxf(best[2], best[3])};
 }
 
+// The greatest of three by their bits, which have the order of the numbers unless all are negative:
+// one instruction, for which there is none on floats. Volatile keeps it behind the wait for a and
+// b.
+__device__ __forceinline__ void raise_to(int& best, float a, float b) {
+  asm volatile(
+      "{\n.reg .b32 a, b, larger;\nmov.b32 a, %1;\nmov.b32 b, %2;\nmax.s32 larger, a, b;\n"
+      "max.s32 %0, %0, larger;\n}"
+      : "+r"(best)
+      : "f"(a), "f"(b));
+}
+
+// The same in half of the instructions if all threads have a score above 0 in each row, as a rule.
+template <int N>
+__device__ __forceinline__ float2 partial_maximum_by_bits(const float (&s)[N]) {
+  int best[2] = {INT_MIN, INT_MIN};
+#pragma unroll
+  for (int i = 0; i < N; i += 2) raise_to(best[i / 2 % 2], s[i], s[i + 1]);
+  if (__any_sync(kWholeWarp, (best[0] | best[1]) < 0)) return partial_maximum<false>(s);
+  return {__int_as_float(best[0]), __int_as_float(best[1])};
+}
+
 // The first block of a tile: the row maximum is the reference. A row may have no key here.
 template <bool ByGroup, int N>
 __device__ __forceinline__ void softmax_first(float (&s)[N], OnlineRows& rows, float c,
@@ -168,7 +191,7 @@ __device__ __forceinline__ void softmax_first(float (&s)[N], OnlineRows& rows, f
   const float maximum[2] = {quad_max(partial.x), quad_max(partial.y)};
   const float spread = fmaxf((maximum[0] - partial.x) * c, (maximum[1] - partial.y) * c);
   rows.use_maximum = __any_sync(kWholeWarp, spread > kWideSpread && spread < kFar);
-  rows.o_is_behind = false;
+  rows.o_is_behind = 0;
   float ref[2];
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
@@ -182,11 +205,11 @@ __device__ __forceinline__ void softmax_first(float (&s)[N], OnlineRows& rows, f
 }
 
 // Any later block. The reference follows the maximum only when it is 2^8 behind, which saves most
-// of the multiplications of O. Masked: a row may have met no key yet.
+// of the multiplications of O. Masked: a row may have met no key yet, and a thread may see none.
 template <bool Masked, int N>
 __device__ __forceinline__ void softmax_with_maximum(float (&s)[N], OnlineRows& rows, float c) {
   constexpr float kLazy = 8.f;
-  const float2 partial = partial_maximum<false>(s);
+  const float2 partial = Masked ? partial_maximum<false>(s) : partial_maximum_by_bits(s);
   const float maximum[2] = {quad_max(partial.x) * c, quad_max(partial.y) * c};
   float ref[2];
   bool moved = false;
@@ -200,7 +223,7 @@ __device__ __forceinline__ void softmax_with_maximum(float (&s)[N], OnlineRows& 
     rows.sum[row] *= rows.factor[row];
     rows.ref[row] = next;
   }
-  rows.o_is_behind = __any_sync(kWholeWarp, moved);
+  rows.o_is_behind = __any_sync(kWholeWarp, moved) ? 1 : 0;
   const float2 sum = exponentials<false>(s, ref[0], ref[1], c);
   rows.sum[0] += sum.x;
   rows.sum[1] += sum.y;
@@ -233,7 +256,11 @@ __device__ __forceinline__ void raise_reference(float (&p)[N], OnlineRows& rows,
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) p[i] *= rows.factor[i / 2 % 2];
-  rows.o_is_behind = true;
+  // Where blocks keep exceeding the reference by that much, the maximum is cheaper.
+  constexpr int kMostRaises = 3;
+  const int raises = max(rows.o_is_behind, 1);
+  rows.use_maximum = raises >= kMostRaises;
+  rows.o_is_behind = raises + 1;
 }
 
 // A block in which every row sees every key, and has seen one before: no maximum, no shuffles, no
@@ -258,7 +285,7 @@ __device__ __forceinline__ void softmax_max_free(float (&s)[N], OnlineRows& rows
     if (!__any_sync(kWholeWarp, !(larger < kLargeSum<T>))) {
       rows.sum[0] += sum.x;
       rows.sum[1] += sum.y;
-      rows.o_is_behind = false;
+      rows.o_is_behind = 0;
       return;
     }
     if (!__any_sync(kWholeWarp, !(larger < kSafeToSum))) {
