@@ -16,14 +16,6 @@
 
 namespace flashattn {
 
-// Whether a call has it. Opaque: else what is known of a call occupies predicates throughout a
-// loop.
-__device__ __forceinline__ bool is_given(const void* operand) {
-  auto address = reinterpret_cast<int64_t>(operand);
-  opaque(address);
-  return address != 0;
-}
-
 // A block of keys to visit, and what hides some of it, in one word.
 class FoundBlock {
  public:

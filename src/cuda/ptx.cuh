@@ -88,6 +88,13 @@ __device__ __forceinline__ void shared_store_f32x4(uint32_t address, float x, fl
 __device__ __forceinline__ void opaque(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void opaque(float& x) { asm volatile("" : "+f"(x)); }
 __device__ __forceinline__ void opaque(int64_t& x) { asm volatile("" : "+l"(x)); }
+// Whether a call has this operand. Opaque: else what is known of a call occupies predicates
+// throughout a loop.
+__device__ __forceinline__ bool is_given(const void* operand) {
+  auto address = reinterpret_cast<int64_t>(operand);
+  opaque(address);
+  return address != 0;
+}
 // threadIdx.x read anew, and opaque in that sense.
 __device__ __forceinline__ int opaque_thread() {
   int thread;
