@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "mask_planes.h"
 #include "params.h"
 
 namespace flashattn {
@@ -239,18 +240,16 @@ constexpr int64_t backward_segment_ranges(const Problem& problem) {
 
 // The boolean mask as one of the kernels reads it, packed ahead of it: a word for an entry that it
 // owns, a unit that it walks over and a lane of a quad; bit 2 j + e is for entry 8 j + 2 lane + e
-// of the unit. What the mask does not vary with has one entry.
-struct BackwardMask {
-  uint32_t* words = nullptr;  // (batch, head, unit, lane, owned)
-  uint8_t* seen = nullptr;    // (batch, head, block, unit): kAny, kAll
-  int batches = 1, heads = 1, units = 1, blocks = 1, owned = 1;
-
-  static constexpr int kAny = 1, kAll = 2;  // some pair sees each other; all do
+// of the unit.
+//
+// words: (plane, unit, lane, owned); seen: (plane, block, unit).
+struct BackwardMask : MaskPlanes {
+  int units = 1, blocks = 1, owned = 1;
 
   BackwardMask() = default;
   constexpr BackwardMask(const Problem& problem, const Broadcast& mask, const BackwardUnits& of,
                          bool owns_keys)
-      : batches(mask.batches), heads(mask.head == 0 ? 1 : problem.q_heads) {
+      : MaskPlanes(problem, mask) {
     const int64_t owned_stride = owns_keys ? mask.col : mask.row;
     const int64_t walked_stride = owns_keys ? mask.row : mask.col;
     if (walked_stride != 0)
@@ -260,10 +259,6 @@ struct BackwardMask {
     owned = blocks * (owns_keys ? of.keys : of.queries);
   }
 
-  constexpr int64_t planes() const { return int64_t{batches} * heads; }
-  constexpr int64_t plane(int b, int head) const {
-    return int64_t{b % batches} * heads + (heads == 1 ? 0 : head);
-  }
   constexpr int64_t words_count() const { return planes() * units * 4 * owned; }
   constexpr int64_t floats() const { return words_count() + (planes() * blocks * units + 3) / 4; }
 };

@@ -7,38 +7,30 @@
 
 #include <cstdint>
 
+#include "mask_planes.h"
 #include "params.h"
 #include "tiles_sm90.h"
 
 namespace flashattn {
 
-// A plane is what one head of one batch sees, if it differs from others. Axes along which the mask
-// does not vary have one entry.
-struct PackedMask {
-  // (plane, block of keys, row, lane of a quad): bit 2 j + e is for key 8 j + 2 lane + e of the
-  // block. Rows fill whole tiles; those beyond the last repeat it, as do keys.
-  uint32_t* words = nullptr;
-  uint8_t* seen = nullptr;  // (plane, tile of rows, block of keys): kAny, kAll
-  int batches = 1, heads = 1, blocks = 1, tiles = 1, rows = 1;
-
-  static constexpr int kAny = 1, kAll = 2;  // some row sees a key; all rows see all keys
+// words: (plane, block of keys, row, lane of a quad); bit 2 j + e is for key 8 j + 2 lane + e of
+// the block. Rows fill whole tiles; those beyond the last repeat it, as do keys.
+//
+// seen: (plane, tile of rows, block of keys).
+struct PackedMask : MaskPlanes {
+  int blocks = 1, tiles = 1, rows = 1;
 
   PackedMask() = default;
   constexpr PackedMask(const TileSm90& tile, const Problem& problem, const Broadcast& mask)
-      : batches(mask.batches),
-        heads(mask.head == 0 ? 1 : problem.q_heads),
+      : MaskPlanes(problem, mask),
         blocks(mask.col == 0 ? 1 : (problem.kv_len - 1) / tile.block_kv + 1),
         tiles(mask.row == 0 ? 1 : (problem.q_len - 1) / tile.block_q() + 1),
         rows(mask.row == 0 ? 1 : tiles * tile.block_q()) {}
 
-  constexpr int64_t planes() const { return int64_t{batches} * heads; }
   constexpr int64_t words_bytes() const { return planes() * blocks * rows * 16; }
   constexpr int64_t bytes() const { return words_bytes() + planes() * tiles * blocks; }
 
-  // Which plane; the row of `words` of a tile's first row and first block.
-  constexpr int64_t plane(int batch, int head) const {
-    return int64_t{batch % batches} * heads + (heads == 1 ? 0 : head);
-  }
+  // The row of `words` of a tile's first row and first block.
   constexpr int64_t first_row(int64_t plane, int position) const {
     return plane * blocks * rows + (rows == 1 ? 0 : position);
   }
