@@ -74,6 +74,13 @@ class BackwardWideHalf {
     for (int i = 0; i < Columns / 2; ++i) dk_[i] = dv_[i] = 0.f;
   }
 
+  // The steps with features, any of which may need a mask.
+  template <class Step>
+  __device__ __forceinline__ void for_each_found_step(const Step& step) const {
+#pragma unroll 1
+    for (int left = steps_.count(); left > 0; --left) step();
+  }
+
   // d (64 keys x kRows) = own tile (K or V) times a tile of rows, transposed.
   __device__ __forceinline__ void issue_products(float (&d)[kRows / 2], uint32_t keys_tile,
                                                  uint32_t rows_tile) {
@@ -196,22 +203,16 @@ class BackwardWideScores
     wgmma_wait<0>();
     Half::clear_gradients();
     if constexpr (Featured)
-      walk_found();
+      Half::for_each_found_step([&] {
+        step<true>();
+        wgmma_wait<0>();
+      });
     else
       walk();
     Half::store_gradients();
   }
 
  private:
-  // With features any step may need a mask.
-  __device__ __forceinline__ void walk_found() {
-#pragma unroll 1
-    for (int left = steps_.count(); left > 0; --left) {
-      step<true>();
-      wgmma_wait<0>();
-    }
-  }
-
   __device__ __forceinline__ void walk() {
     // Loop edges are full waits, as in backward_keys_sm90.cuh.
 #pragma unroll 1
@@ -335,18 +336,13 @@ class BackwardWideGradients
     wgmma_wait<0>();
     Half::clear_gradients();
     if constexpr (Featured)
-      walk_found();
+      Half::for_each_found_step([&] { step<true>(); });
     else
       walk();
     Half::store_gradients();
   }
 
  private:
-  __device__ __forceinline__ void walk_found() {
-#pragma unroll 1
-    for (int left = steps_.count(); left > 0; --left) step<true>();
-  }
-
   __device__ __forceinline__ void walk() {
 #pragma unroll 1
     for (int g = 0; g < grid_.group; ++g) {
