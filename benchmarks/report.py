@@ -36,6 +36,7 @@ TABLES = {
     "backward": ("backward", tables.throughput),
     "backward memory": ("backward", tables.memory),
     "decode": ("decode", tables.decode),
+    "decode generic": ("decode_generic", tables.decode),
     "decode variants": ("decode_variants", tables.decode),
     "decode steps": ("decode_steps", tables.steps),
     "features": ("features", tables.features),

@@ -241,6 +241,28 @@ def test_extreme_scores(platform, size):
     check_lse(lse, true_lse)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [3.0, 60.0, 1000.0])
+def test_scores_of_one_sign_that_grow_along_the_keys(platform, size, sign, head_dim, causal):
+    """Each block of keys exceeds the one behind it, positive or negative; the other way round too."""
+    case = Case(
+        batch=1, q_len=130, kv_len=1100, q_heads=2, kv_heads=1, head_dim=head_dim, causal=causal,
+        dtype="bfloat16",
+    )  # fmt: skip
+    arrays = make_inputs(case)
+    key, query = arrays["key"], arrays["query"]
+    grow = np.linspace(size, 1, 1100)[:, None, None]
+    for factor in (grow, grow[::-1]):
+        arrays["key"] = (sign * np.abs(key.astype(np.float32)) * factor).astype(key.dtype)
+        arrays["query"] = np.abs(query)
+        out, lse = prefill(case, arrays)
+        true_out, true_lse = truth.attention(**arrays, **case.options())
+        check(out, true_out, xla_prefill(case, arrays))
+        check_lse(lse, true_lse)
+
+
 def test_infinite_scores_are_nan_where_they_are_seen(platform):
     """Keys of inf: inf - inf in the softmax of the rows that see them, nothing elsewhere."""
     case = platform.fit(Case(batch=1, q_len=40, q_heads=1, kv_heads=1))
