@@ -129,8 +129,8 @@ class KVCache:
             Of a latent cache, the first R behind the values.
 
         Tokens beyond the capacity, or whose page is outside the pool, are dropped, nothing else is
-        touched; seq_lens stops at the capacity. Over a batch that is sharded explicitly, append inside
-        `jax.shard_map`: the types of JAX's scatter do not say that each sequence writes its own.
+        touched; seq_lens stops at the capacity. To pages of a batch that is sharded explicitly, append
+        inside `jax.shard_map`: the types of JAX's scatter do not say that each sequence writes its own.
         """
         op = "KVCache.append"
         seq, head = (1, 2) if self.layout == "BTNH" else (2, 1)
@@ -162,10 +162,10 @@ class KVCache:
             first = self.value_dim or 0
             turned = rotate(key[..., first:], position, rotary, self.layout)
             key = jnp.concatenate([key[..., :first], turned], axis=-1)
-        first, row = self._place(jnp.where(real, position, self.capacity))
+        places = self._places(jnp.where(real, position, self.capacity))
 
         def written(cache, tokens, scale):
-            return self._write(cache, _quantize(tokens, cache, scale, head), first, row)
+            return self._write(cache, _quantize(tokens, cache, scale, head), places)
 
         return dataclasses.replace(
             self,
@@ -174,11 +174,11 @@ class KVCache:
             seq_lens=jnp.minimum(lengths + count, self.capacity),
         )
 
-    def _place(self, position):
-        """(first axis, token axis) of the cache for each (sequence, position); outside: dropped."""
-        sequence = jnp.arange(self.seq_lens.shape[0], dtype=jnp.int32)[:, None]
+    def _places(self, position):
+        """Of each token: (page, row of it), or its row in the sequence; outside, so that it is dropped."""
         if self.page_table is None:
-            return jnp.broadcast_to(sequence, position.shape), position
+            return position
+        sequence = jnp.arange(self.seq_lens.shape[0], dtype=jnp.int32)[:, None]
         size = self.keys.shape[1 if self.layout == "BTNH" else 2]
         page = position // size
         inside = page < self.page_table.shape[1]
@@ -187,11 +187,19 @@ class KVCache:
         dropped = ~inside | (page_id < 0)
         return jnp.where(dropped, self.keys.shape[0], page_id), position % size
 
-    def _write(self, cache, tokens, first, row):
+    def _write(self, cache, tokens, places):
+        if self.page_table is None:
+            # Sequence by sequence, so that a sharded batch stays where it is.
+            def write(cache, tokens, row):
+                at = cache.at[row] if self.layout == "BTNH" else cache.at[:, row]
+                return at.set(tokens, mode="drop", unique_indices=True)
+
+            return jax.vmap(write)(cache, tokens, places)
+        page, row = places
         if self.layout == "BTNH":
-            return cache.at[first, row].set(tokens, mode="drop", unique_indices=True)
+            return cache.at[page, row].set(tokens, mode="drop", unique_indices=True)
         tokens = tokens.swapaxes(1, 2)  # (B, T, K, H): advanced indices come first
-        return cache.at[first, :, row].set(tokens, mode="drop", unique_indices=True)
+        return cache.at[page, :, row].set(tokens, mode="drop", unique_indices=True)
 
     def attend(self, query, scale=None, **options):
         """`decode` of the newest tokens over this cache; append their keys and values first."""
@@ -212,6 +220,15 @@ def _quantize(x, cache, scale, head):
     return jnp.clip(x, -448, 448).astype(cache.dtype)  # the conversion alone would overflow to NaN
 
 
+def _look_up(table, rows):
+    """table[rows]; under an Explicit mesh sharded as the rows are."""
+    sharding = jax.typeof(rows).sharding
+    if not any(sharding.spec):
+        return table[rows]
+    spec = jax.sharding.PartitionSpec(*sharding.spec, None)
+    return table.at[rows].get(out_sharding=jax.sharding.NamedSharding(sharding.mesh, spec))
+
+
 def rotate(x, position, rotary, layout="BTNH"):
     """Rotary position embedding of x (B, T, N, H) or (B, N, T, H) at position (B, T).
 
@@ -226,7 +243,8 @@ def rotate(x, position, rotary, layout="BTNH"):
     if 2 * shapes[0][1] > x.shape[-1]:
         arguments.fail(ValueError, "rotate", "rotary", "is too wide", shapes,
                        f"R is at most the {x.shape[-1]} dimensions that are rotated")  # fmt: skip
-    cos, sin = (table[jnp.clip(position, 0, table.shape[0] - 1)] for table in tables)
+    rows = jnp.clip(position, 0, tables[0].shape[0] - 1)
+    cos, sin = (_look_up(table, rows) for table in tables)
     at = 2 if layout == "BTNH" else 1
     cos, sin = (jnp.expand_dims(y, at).astype(jnp.float32) for y in (cos, sin))
     half = cos.shape[-1]

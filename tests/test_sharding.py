@@ -1,5 +1,7 @@
 """Several devices: batch and heads shard without communication, in every way JAX has to say so."""
 
+import contextlib
+import dataclasses
 import functools
 import re
 
@@ -481,3 +483,37 @@ def test_append_in_explicit_shard_map(platform, devices):
         ours = jax.jit(jax.shard_map(step, in_specs=P("y"), out_specs=P("y")))(*operands)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         check_same(a, b)
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+@pytest.mark.parametrize("in_context", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("where", ["batch", "heads"])
+def test_append_to_a_sharded_cache(platform, devices, where, kind, in_context, layout):
+    """Each device writes its own tokens, in a mesh's context and without."""
+    case = platform.fit(CASE.replace(q_len=3, kv_len=3, layout=layout))
+    tokens = [jnp.asarray(x) for x in make_inputs(case).values()]
+    dtype = tokens[0].dtype
+    cache = jax_flashattn.KVCache.allocate(8, 20, 8, 16, dtype, layout=layout)
+    cache = dataclasses.replace(cache, seq_lens=jnp.arange(8, dtype=jnp.int32) * 3)  # some overflow
+    angles = np.arange(20)[:, None] / 4.0 ** np.arange(4)
+    rotary = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+
+    def step(cache, query, key, value, new_lens):
+        cache = cache.append(key, value, new_lens=new_lens, rotary=rotary)
+        return cache, cache.attend(query)
+
+    operands = (cache, *tokens, jnp.asarray([0, 1, 2, 3] * 2, jnp.int32))
+    expected = jax.jit(step)(*operands)
+    mesh = mesh_of(devices, (1, len(devices)), kind)
+    by_head = P(None, None, "y") if layout == "BTNH" else P(None, "y")
+
+    def spec(x):
+        return P("y") if where == "batch" else by_head if x.ndim == 4 else P()
+
+    sharded = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), operands)
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        assert not collectives(step, *sharded)
+        ours = jax.jit(step)(*sharded)
+    close = functools.partial(np.testing.assert_allclose, atol=4 * float(jnp.finfo(dtype).eps))
+    jax.tree.map(lambda a, b: close(np.float64(a), np.float64(b)), ours, expected)
