@@ -94,7 +94,12 @@ def attention(operands: dict, options):
             total = total + jnp.where(real[..., 0], sink, 0)
         some = ~(total <= 0)  # NaN counts as something: it must reach the output
         safe = jnp.where(some, total, 1.0)
-        out = jnp.einsum("bnts,bnsv->bntv", weights, v) / safe[..., None]
+        # A weight of 0 does not keep a value out that is not finite: only rows that see it may.
+        odd = ~jnp.isfinite(v)
+        out = jnp.einsum("bnts,bnsv->bntv", weights, jnp.where(odd, 0, v)) / safe[..., None]
+        shown = jnp.broadcast_to(seen, weights.shape).astype(wide)
+        reached = jnp.einsum("bnts,bnsv->bntv", shown, odd.astype(wide)) > 0
+        out = out * jnp.where(reached, jnp.nan, 1).astype(wide)
         return out, jnp.where(some, jnp.log(safe) + top, -jnp.inf)
 
     out, lse = jax.lax.map(jax.checkpoint(block), jnp.arange(blocks, dtype=jnp.int32))

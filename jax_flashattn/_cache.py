@@ -152,7 +152,8 @@ class KVCache:
                 arguments.fail(ValueError, op, name, "has the wrong shape", x.shape,
                                f"with T = {tokens} new tokens it must be {wanted}")  # fmt: skip
         step = jnp.arange(tokens, dtype=jnp.int32)[None]
-        lengths = jnp.clip(self.seq_lens, 0, self.capacity)
+        lengths = arguments.check_lengths(op, "seq_lens", self.seq_lens, (batch,))
+        lengths = jnp.clip(lengths, 0, self.capacity)
         position = lengths[:, None] + step
         count = jnp.full((batch,), tokens, jnp.int32)
         if new_lens is not None:
@@ -182,12 +183,13 @@ class KVCache:
         size = self.keys.shape[1 if self.layout == "BTNH" else 2]
         page = position // size
         inside = page < self.page_table.shape[1]
-        page_id = self.page_table[sequence, jnp.where(inside, page, 0)]
+        page_id = jnp.asarray(self.page_table)[sequence, jnp.where(inside, page, 0)]
         # A negative index would count from the end.
         dropped = ~inside | (page_id < 0)
         return jnp.where(dropped, self.keys.shape[0], page_id), position % size
 
     def _write(self, cache, tokens, places):
+        cache = jnp.asarray(cache)
         if self.page_table is None:
             # Sequence by sequence, so that a sharded batch stays where it is.
             def write(cache, tokens, row):

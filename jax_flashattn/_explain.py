@@ -6,6 +6,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_flashattn import _cpu, _ffi, _nn
 from jax_flashattn._axes import DIFFERENTIABLE
@@ -149,7 +150,9 @@ def _reasons(query, key, value, bias=None, mask=None, **options):
 def _equation(function, operands, options, gradient):
     """Where the call, or its gradient, binds a primitive of ours; None if it does not."""
     named = inspect.signature(function).bind(*operands, **options).arguments
-    arrays = {n: x for n, x in named.items() if hasattr(x, "shape") and hasattr(x, "dtype")}
+    arrays = {
+        n: x for n, x in named.items() if hasattr(x, "shape") and not isinstance(x, np.generic)
+    }
     static = {n: x for n, x in named.items() if n not in arrays}
 
     def call(arrays):

@@ -40,7 +40,7 @@ def merge(outs, lses, *, layout="BTNH"):
         arguments.fail(ValueError, op, "lses", "has the wrong shape", lses[0].shape,
                        f"it must be {outs[0].shape[:-1]}")  # fmt: skip
     wide = arguments.wide_dtype(outs[0].dtype)
-    lse = jnp.stack(lses).astype(wide)
+    lse = jnp.stack([x.astype(wide) for x in lses])
     top = jnp.max(lse, axis=0, keepdims=True)
     top = jnp.where(jnp.isneginf(top), 0, top)
     weights = jnp.exp(lse - top)

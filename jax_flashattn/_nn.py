@@ -214,4 +214,5 @@ def _mean(value, heads):
     """The mean over the keys, for every query head: (..., S, K, V) -> (..., 1, N, V)."""
     wide = _arguments.wide_dtype(value.dtype)
     mean = jnp.mean(value, axis=-3, keepdims=True, dtype=wide).astype(value.dtype)
-    return jnp.repeat(mean, heads // value.shape[-2], axis=-2)
+    shape = (*mean.shape[:-1], heads // value.shape[-2], mean.shape[-1])
+    return jnp.broadcast_to(mean[..., None, :], shape).reshape(*mean.shape[:-2], heads, -1)

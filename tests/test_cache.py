@@ -458,3 +458,36 @@ def test_rotary_errors(platform, rotary):
     _, key, value = tokens(platform, 1)
     with pytest.raises(ValueError, match="^rotate: rotary .*, got .*; "):
         empty(platform).append(key, value, rotary=rotary)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_append_to_lengths_of_any_integer_dtype(platform, dtype):
+    """A capacity that the dtype cannot hold does not wrap them."""
+    cache = jax_flashattn.KVCache.allocate(2, 300, 2, 16, jnp.float16)
+    cache = dataclasses.replace(cache, seq_lens=jnp.asarray([100, 120], dtype))
+    tokens = jnp.ones((2, 8, 2, 16), jnp.float16)
+    grown = cache.append(tokens, tokens)
+    assert grown.seq_lens.dtype == jnp.int32
+    np.testing.assert_array_equal(grown.seq_lens, [108, 128])
+    np.testing.assert_array_equal(np.asarray(grown.keys[:, :, 0, 0]).sum(1), [8, 8])
+    assert grown.keys[0, 100, 0, 0] == 1 and grown.keys[1, 127, 0, 0] == 1
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_append_to_numpy_leaves(platform, page_size):
+    """As jax.device_get leaves a cache, and with a page table of numpy's under jit."""
+    tokens = jnp.ones((2, 3, 2, 16), jnp.float16)
+    table = np.arange(8, dtype=np.int32).reshape(2, 4)
+    cache = (
+        jax_flashattn.KVCache.allocate_paged(8, page_size, table, 2, 16, jnp.float16)
+        if page_size
+        else jax_flashattn.KVCache.allocate(2, 16, 2, 16, jnp.float16)
+    )
+    expected = cache.append(tokens, tokens)
+    fetched = jax.device_get(cache)
+    grown = [fetched.append(tokens, tokens)]
+    if page_size:
+        replaced = jax.jit(lambda c, x: dataclasses.replace(c, page_table=table).append(x, x))
+        grown.append(replaced(cache, tokens))
+    for ours in grown:
+        jax.tree.map(check_same, ours, expected)

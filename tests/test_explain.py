@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_flashattn
@@ -183,3 +184,16 @@ def test_bad_arguments_raise_as_the_call_does(platform):
     bad = dict(OPERANDS["prefill"], key=jnp.zeros((2, 128, 3, 64), jnp.bfloat16))
     with pytest.raises(ValueError, match="key"):
         jax_flashattn.explain("prefill", *bad.values())
+
+
+@pytest.mark.parametrize(
+    "op,options",
+    [
+        ("prefill", dict(logit_softcap=np.float32(30), local_window_size=np.int64(3))),
+        ("prefill", dict(return_lse=np.bool_(True))),
+        ("decode", dict(num_splits=np.int64(2))),
+    ],
+    ids=str,
+)
+def test_numpy_scalars_are_options(platform, op, options):
+    assert jax_flashattn.explain(op, *OPERANDS[op].values(), **options).kernel

@@ -517,3 +517,23 @@ def test_append_to_a_sharded_cache(platform, devices, where, kind, in_context, l
         ours = jax.jit(step)(*sharded)
     close = functools.partial(np.testing.assert_allclose, atol=4 * float(jnp.finfo(dtype).eps))
     jax.tree.map(lambda a, b: close(np.float64(a), np.float64(b)), ours, expected)
+
+
+@pytest.mark.parametrize("given", ["mask", "lengths"])
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_explicit_drop_in_with_empty_rows(platform, devices, kv_heads, given):
+    """Rows that see nothing take jax.nn's mean of the values, on each device's heads."""
+    case = platform.fit(CASE.replace(kv_heads=kv_heads))
+    arrays = [jnp.asarray(x) for x in make_inputs(case).values()]
+    options = (
+        dict(mask=jnp.ones((16, 16), bool).at[3].set(False))
+        if given == "mask"
+        else dict(key_value_seq_lengths=jnp.asarray([0, 3, 16, 1] * 2, jnp.int32))
+    )
+    attend = functools.partial(jax_flashattn.dot_product_attention, **options)
+    expected = attend(*arrays)
+    mesh = mesh_of(devices[:2], (1, 2), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        out = jax.jit(attend)(*(jax.device_put(x, P(None, None, "y")) for x in arrays))
+    assert jax.typeof(out).sharding.spec[2] == "y"
+    check_same(out, expected)

@@ -652,3 +652,34 @@ def test_jaxpr_names_the_operation(platform):
     assert "flash_prefill" in str(jax.make_jaxpr(jax_flashattn.prefill)(*arrays.values()))
     step = make_inputs(platform.fit(DECODE))
     assert "flash_decode" in str(jax.make_jaxpr(lambda x: jax_flashattn.decode(**x))(step))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("hidden_by", ["mask", "segments", "causal"])
+def test_tangents_of_rows_that_do_not_see_a_value(platform, hidden_by, bad):
+    """What is not finite reaches the tangents, first and second, of the rows that see it alone."""
+    case = platform.fit(
+        Case(batch=1, q_len=20, kv_len=20, dtype="float32", causal=hidden_by == "causal")
+    )
+    query, key, value = (jnp.asarray(x) for x in make_inputs(case).values())
+    options = dict(causal=case.causal)
+    sees = np.arange(20) >= 7
+    if hidden_by == "mask":
+        options["mask"] = jnp.asarray(sees)[:, None] | (jnp.arange(20) != 7)[None]
+    if hidden_by == "segments":
+        ids = jnp.asarray(sees, jnp.int32)[None]
+        options |= dict(query_segment_ids=ids, key_value_segment_ids=ids)
+
+    def tangents(value):
+        def attend(q):
+            return jax_flashattn.prefill(q, key, value, **options)
+
+        weights = jnp.asarray(~sees, query.dtype)[None, :, None, None]
+        pull = jax.grad(lambda q: (attend(q) * weights).astype(jnp.float32).sum())
+        return jax.jvp(attend, (query,), (query,))[1], jax.jvp(pull, (query,), (query,))[1]
+
+    first, second = tangents(value.at[:, 7].set(bad))
+    good_first, good_second = tangents(value)
+    assert np.isnan(np.float64(first))[:, sees].all()
+    check_same(first[:, ~sees], good_first[:, ~sees])
+    check_same(second[:, ~sees], good_second[:, ~sees])
