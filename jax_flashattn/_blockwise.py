@@ -44,6 +44,10 @@ def attention(operands: dict, options):
     # Keys that no row may see can hold anything, NaN too: a product with 0 would spread it.
     exists = column < kv_len[:, None, None, None]
     k, v = (jnp.where(exists[:, :, 0, :, None], x, 0) for x in (k, v))
+    # Nor does a weight of 0 keep other values out that are not finite: the rows that see them are
+    # found apart.
+    odd = ~jnp.isfinite(v)
+    v, odd = jnp.where(odd, 0, v), odd.astype(wide)
 
     blocks = 1 if t == 0 else -(-t // BLOCK)
 
@@ -94,11 +98,9 @@ def attention(operands: dict, options):
             total = total + jnp.where(real[..., 0], sink, 0)
         some = ~(total <= 0)  # NaN counts as something: it must reach the output
         safe = jnp.where(some, total, 1.0)
-        # A weight of 0 does not keep a value out that is not finite: only rows that see it may.
-        odd = ~jnp.isfinite(v)
-        out = jnp.einsum("bnts,bnsv->bntv", weights, jnp.where(odd, 0, v)) / safe[..., None]
+        out = jnp.einsum("bnts,bnsv->bntv", weights, v) / safe[..., None]
         shown = jnp.broadcast_to(seen, weights.shape).astype(wide)
-        reached = jnp.einsum("bnts,bnsv->bntv", shown, odd.astype(wide)) > 0
+        reached = jnp.einsum("bnts,bnsv->bntv", shown, odd) > 0
         out = out * jnp.where(reached, jnp.nan, 1).astype(wide)
         return out, jnp.where(some, jnp.log(safe) + top, -jnp.inf)
 

@@ -150,9 +150,11 @@ def _reasons(query, key, value, bias=None, mask=None, **options):
 def _equation(function, operands, options, gradient):
     """Where the call, or its gradient, binds a primitive of ours; None if it does not."""
     named = inspect.signature(function).bind(*operands, **options).arguments
-    arrays = {
-        n: x for n, x in named.items() if hasattr(x, "shape") and not isinstance(x, np.generic)
-    }
+
+    def is_array(x):  # numpy's scalars are options
+        return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic)
+
+    arrays = {n: x for n, x in named.items() if is_array(x)}
     static = {n: x for n, x in named.items() if n not in arrays}
 
     def call(arrays):

@@ -159,8 +159,8 @@ __device__ __forceinline__ float2 partial_maximum(const float (&s)[N], int any_r
 }
 
 // The greatest of three by their bits, which have the order of the numbers unless all are negative:
-// one instruction, for which there is none on floats. Volatile keeps it behind the wait for a and
-// b.
+// one instruction, for which there is none on floats. Volatile keeps it behind the wait for the
+// scores.
 __device__ __forceinline__ void raise_to(int& best, float a, float b) {
   asm volatile(
       "{\n.reg .b32 a, b, larger;\nmov.b32 a, %1;\nmov.b32 b, %2;\nmax.s32 larger, a, b;\n"
